@@ -33,8 +33,8 @@ from benchmarks.models import WORKLOADS
 from benchmarks.pages import in_markdown, write_between
 from benchmarks.ranks import World, open_network, run_on_ranks
 from overlap.plan.candidates import PLAIN, Candidate, allowed
-from overlap.plan.decision import quartiles
-from overlap.plan.measure import Training
+from overlap.plan.choice import quartiles
+from overlap.plan.copies import Training
 from overlap.plan.race import FEWEST_ROUNDS, Race
 from overlap.ranks.board import Agreement
 

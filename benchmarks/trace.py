@@ -1,4 +1,4 @@
-"""A plain and an overlapped step of the demo's model, recorded: a picture, and a trace for Perfetto.
+"""A plain and an overlapped step of the demo's model, recorded, as a picture.
 
     python -m benchmarks.trace [--bandwidth 1gbit] [options of the demo]
 
@@ -32,14 +32,14 @@ _STEPS_PER_TURN = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Records on every rank, saves `step.png` and `step.json`, and prints them as tables."""
+    """Records on every rank, saves `step.png`, and prints them as tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace", description=__doc__, conflict_handler="resolve",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add_arguments(parser)
     parser.add_argument("--steps", type=int, default=8, help="steps to record of each way to train")
     parser.add_argument("--bandwidth", metavar="SPEED", help="of each rank's link, e.g. 1gbit")
     parser.add_argument("--output", type=Path, default=Path("overlap-trace"), metavar="DIR",
-                        help="where step.png and step.json are saved")  # fmt: skip
+                        help="where step.png is saved")  # fmt: skip
     values = vars(parser.parse_args(argv))
     steps, bandwidth, ranks = values.pop("steps"), values.pop("bandwidth"), values.pop("ranks", 2)
     try:
@@ -52,12 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         parser.error(str(error))
     settings.output.mkdir(parents=True, exist_ok=True)
-    picture, trace = settings.output / "step.png", settings.output / "step.json"
+    picture = settings.output / "step.png"
     save_reports(reports, picture)
-    save_reports(reports, trace)
     for title, report in reports.items():
         print(f"\n{title}\n{report}")
-    print(f"\nPicture: {picture}\nTrace, for ui.perfetto.dev or chrome://tracing: {trace}", flush=True)
+    print(f"\nPicture: {picture}", flush=True)
     return 0
 
 

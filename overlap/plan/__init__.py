@@ -1,15 +1,13 @@
 """Choosing how to reduce and to update by racing: :func:`auto`, and the :class:`Plan` that it makes.
 
-choose      `auto`: its arguments, and the order of everything
-candidates  the chains to choose from: their results, their construction, their memory
-measure     copies to measure on; the computation of a step, and the link
+choice      `auto`, the rule by which it decides, and the plan
+candidates  the chains to choose from, and their construction
+copies      the models to race on, and originals that stay as they are
 race        successive halving of real steps, each candidate beside plain DDP
-decision    the rule, and the plan: its table, its reason, its file
 """
 
 from __future__ import annotations
 
-from overlap.plan.choose import auto
-from overlap.plan.decision import Plan
+from overlap.plan.choice import Plan, auto
 
 __all__ = ["Plan", "auto"]

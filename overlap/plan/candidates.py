@@ -1,9 +1,9 @@
-"""The chains to choose from: what each may change in the result, how it is built, what memory it takes."""
+"""The chains to choose from: what each may change in the result, and how it is built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,6 @@ from overlap.hooks import AllReduce, Cast, Int8, PowerSGD, Quantize, Stage, chai
 from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.zero.optimizer import check_convertible
-from overlap.plan.measure import Computing
 
 __all__ = ["METHODS", "PLAIN", "Candidate", "Method", "allowed", "build", "obstacle", "wrap"]
 
@@ -36,10 +35,6 @@ class Method:
     update: Literal["after backward", "in backward", "sharded", "sharded, gathered in forward"]
     reducer: Callable[[], Stage] | None = None
     """``None`` for DDP's own and for the sharded update's."""
-    sent: float = 1.0
-    """The share of plain DDP's bytes that it sends, at least."""
-    kept: float = 0.0
-    """What it keeps between steps besides, as a share of the gradients' bytes."""
 
     @property
     def is_deferred(self) -> bool:
@@ -50,34 +45,13 @@ class Method:
     def is_sharded(self) -> bool:
         return self.update.startswith("sharded")
 
-    def memory_bytes(self, of: Computing, *, ranks: int, gradient_as_bucket_view: bool) -> int:
-        """Of parameters, gradients, buckets, buffers, the optimizer's state and the state of stages; an estimate."""
-        state = of.state_bytes / ranks if self.is_sharded else of.state_bytes
-        copies = (2 if gradient_as_bucket_view else 3) + self.kept
-        return round(copies * of.gradient_bytes + of.buffer_bytes + state)
 
-    def least_ms(self, of: Computing, *, gradients_ms: float) -> float:
-        """No step is shorter than its computation, nor than its traffic alone. An update in backward may hide."""
-        return max(of.backward_ms + (of.update_ms if self.is_deferred else 0.0), self.sent * gradients_ms)
-
-
-_COMPRESSED = (
-    Method(
-        name="bf16", kind="16-bit", update="in backward", sent=0.5, kept=0.5,
-        reducer=lambda: Cast(torch.bfloat16, AllReduce()),
-    ),
-    Method(
-        name="fp16", kind="16-bit", update="in backward", sent=0.5, kept=0.5,
-        reducer=lambda: Cast(torch.float16, AllReduce()),
-    ),
-    Method(
-        name="int8", kind="8-bit", update="in backward", sent=0.25, kept=0.25, reducer=lambda: Quantize(Int8()),
-    ),
-    Method(
-        name=f"powersgd-{_RANK}", kind="low-rank", update="in backward", sent=0.0, kept=1.0,
-        reducer=lambda: PowerSGD(rank=_RANK),
-    ),
-)  # fmt: skip
+_COMPRESSED: tuple[tuple[str, str, Callable[[], Stage]], ...] = (
+    ("bf16", "16-bit", lambda: Cast(torch.bfloat16, AllReduce())),
+    ("fp16", "16-bit", lambda: Cast(torch.float16, AllReduce())),
+    ("int8", "8-bit", lambda: Quantize(Int8())),
+    (f"powersgd-{_RANK}", "low-rank", lambda: PowerSGD(rank=_RANK)),
+)
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
@@ -85,8 +59,11 @@ METHODS: dict[str, Method] = {
         Method(name="step", kind="exact", update="in backward", reducer=AllReduce),
         Method(name="zero", kind="exact", update="sharded"),
         Method(name="zero-forward", kind="exact", update="sharded, gathered in forward"),
-        *_COMPRESSED,
-        *(replace(one, name=f"{one.name}-deferred", update="after backward") for one in _COMPRESSED),
+        *(Method(name=name, kind=kind, update="in backward", reducer=make) for name, kind, make in _COMPRESSED),
+        *(
+            Method(name=f"{name}-deferred", kind=kind, update="after backward", reducer=make)
+            for name, kind, make in _COMPRESSED
+        ),
     )
 }
 
@@ -129,8 +106,8 @@ def allowed(allow: str | Iterable[str], updates: str) -> list[Candidate]:
     return [Candidate(method.name, size) for size in _BUCKET_SIZES_MB for method in methods]
 
 
-def obstacle(method: Method, optimizer: Optimizer, *, is_sparse: bool) -> str | None:
-    """Why ``method`` takes no such optimizer, or no sparse gradients."""
+def obstacle(method: Method, optimizer: Optimizer) -> str | None:
+    """Why ``method`` takes no such optimizer."""
     if method.name == PLAIN.method:
         return None
     try:
@@ -142,7 +119,7 @@ def obstacle(method: Method, optimizer: Optimizer, *, is_sparse: bool) -> str | 
             check_convertible(optimizer)
     except UnsupportedError as error:
         return str(error)
-    return "gradients are sparse" if is_sparse else None
+    return None
 
 
 def wrap(

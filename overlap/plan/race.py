@@ -16,6 +16,7 @@ others do not wait for it; the candidate is refused on all, and the next one get
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import statistics
@@ -36,7 +37,7 @@ from overlap._torch.device import current_stream, has_streams
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError
 from overlap.hooks.engine.registration import registration_of
 from overlap.plan.candidates import METHODS, PLAIN, Candidate, build, wrap
-from overlap.plan.measure import Training, fresh, loss_of
+from overlap.plan.copies import Training, loss_of
 from overlap.ranks.board import Agreement, is_lost_connection
 from overlap.ranks.collectives import all_reduce
 
@@ -46,7 +47,7 @@ __all__ = ["FEWEST_ROUNDS", "Race"]
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
 # A sample is at least this long, so that the clock and the scheduler add little.
 _SAMPLE_MS = 40.0
-# Fewer rounds cannot show that a candidate is faster: see overlap.plan.decision. More show no more.
+# Fewer rounds cannot show that a candidate is faster: see `is_surely_faster`. More show no more.
 FEWEST_ROUNDS, _MOST_ROUNDS = 5, 200
 # Of collectives: only of use where a rank hangs, since one that fails closes its connections.
 _TIMEOUT = timedelta(minutes=5)
@@ -96,8 +97,8 @@ class Race:
         """Of each of these rounds, the step of the candidate as a part of the baseline's."""
         self.refused: dict[Candidate, str] = {}
         """What could not be built, or did not take a step, and why."""
-        self.needed_s: float | None = None
-        """How long a race takes, where there was no time for one."""
+        self.more_s = 0.0
+        """How many seconds more a race of all would have taken, where only some have raced."""
         self._group: dist.ProcessGroup | None = None
         self._lanes: dict[Candidate, _Lane] = {}
         self._add_ms = 0.0
@@ -126,21 +127,24 @@ class Race:
             assert self._group is not None, "this rank is one of them"
         return self._group
 
-    def time_baseline(self) -> float:
-        """Ms a step of the baseline. Raises: ConfigurationError: it does not take the model."""
+    def add_baseline(self) -> float:
+        """Build it, unless it is there; returns ms a step. Raises: ConfigurationError: it does not take the model."""
         start_s = time.monotonic()
         lane = self._lanes.get(self.baseline)
-        if lane is None and (lane := self._add(self.baseline)) is not None:
+        if lane is None:
+            lane = self._add(self.baseline)
             self._add_ms = self._agreement.from_rank_0(1e3 * (time.monotonic() - start_s))
-        samples = self.samples[self.baseline]
-        while lane is not None and len(samples) < (1 if lane.step_ms > _LONG_MS else 3):
-            found = self._together(self.baseline, partial(self._sample_ms, lane))
-            if found is None:
-                break
-            samples.append(max(found))
-        if self.baseline in self.refused:
+        if lane is None:
             raise ConfigurationError(f"{self.baseline} does not take this model: {self.refused[self.baseline]}")
-        return statistics.median(samples)
+        if not self.samples[self.baseline]:
+            self.samples[self.baseline].append(lane.step_ms)
+        return lane.step_ms
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the last step of the baseline left a sparse gradient."""
+        parameters = self._lanes[self.baseline].ddp.parameters()
+        return any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
 
     def run(self, entrants: Sequence[Candidate], *, end_s: float) -> Candidate | None:
         """Race until ``end_s`` of rank 0's monotonic clock; returns the candidate of the last heat, if there was one.
@@ -153,10 +157,10 @@ class Race:
         def left_ms() -> float:
             return float(self._agreement.from_rank_0(1e3 * (end_s - time.monotonic())))
 
-        step_ms, now_left_ms = self.time_baseline(), left_ms()
+        step_ms, now_left_ms = self.add_baseline(), left_ms()
         field = [one for place, one in enumerate(entrants, 1) if self._needed_ms(place, step_ms) <= now_left_ms]
-        if not field:
-            self.needed_s = 1e-3 * self._needed_ms(1, step_ms)
+        if len(field) < len(entrants):
+            self.more_s = 1e-3 * (self._needed_ms(len(entrants), step_ms) - now_left_ms)
         while field:
             heats, is_last = len(field).bit_length(), len(field) == 1
             start_s = time.monotonic()
@@ -186,7 +190,7 @@ class Race:
             if other.method == candidate.method:
                 self.refused[candidate] = why
                 return
-        self.time_baseline()
+        self.add_baseline()
         baseline, lane = self._lanes[self.baseline], self._add(candidate)
         if lane is None:
             return
@@ -196,18 +200,18 @@ class Race:
         while len(ratios) < least or not (is_over or len(ratios) >= _MOST_ROUNDS):
             # In turns, so that neither always comes after the other.
             order = [baseline, lane] if len(ratios) % 2 == 0 else [lane, baseline]
-            times = self._together(candidate, partial(self._round, order, until_s))
-            if times is None:
+            found = self._together(candidate, partial(self._round, order, until_s))
+            if found is None:
                 return
-            is_over = times[0][-1]
-            ms = {one: max(of_rank[place] for of_rank in times) for place, one in enumerate(order)}
+            is_over = found[0][1]
+            ms = {one: max(times[place] for times, _ in found) for place, one in enumerate(order)}
             self.samples[self.baseline].append(ms[baseline])
             samples.append(ms[lane])
             ratios.append(ms[lane] / ms[baseline])
         self._drop(candidate)
 
-    def _round(self, order: Sequence[_Lane], until_s: float) -> list[Any]:
-        return [*(self._sample_ms(lane) for lane in order), time.monotonic() >= until_s]
+    def _round(self, order: Sequence[_Lane], until_s: float) -> tuple[list[float], bool]:
+        return [self._sample_ms(lane) for lane in order], time.monotonic() >= until_s
 
     def _add(self, candidate: Candidate) -> _Lane | None:
         """Build ``candidate`` on a copy, and take its first steps; ``None`` where a rank could not."""
@@ -223,19 +227,17 @@ class Race:
             lane = self._lanes[candidate]
             lane.optimizer = build(lane.ddp, lane.optimizer, candidate)
 
-        def stepped() -> float:
-            return self._sample_ms(self._lanes[candidate])
-
         if self._together(candidate, wrapped) is None or self._together(candidate, built) is None:
             return None
+        lane = self._lanes[candidate]
         for _ in range(_WARMUP_STEPS):
-            times = self._together(candidate, stepped)
+            times = self._together(candidate, lambda: self._sample_ms(lane))
             if times is None:
                 return None
             if (step_ms := max(times)) > _LONG_MS:
                 break
-        self._lanes[candidate].step_ms = step_ms
-        return self._lanes[candidate]
+        lane.step_ms = step_ms
+        return lane
 
     def _together(self, candidate: Candidate, run: Callable[[], Any]) -> list[Any] | None:
         """The result of ``run`` on each rank; ``None`` where ``candidate`` is refused on one.
@@ -274,10 +276,10 @@ class Race:
     def _sample_ms(self, lane: _Lane) -> float:
         """Ms a step on this rank; all ranks start together."""
         steps = max(1, math.ceil(_SAMPLE_MS / lane.step_ms)) if lane.step_ms else 1
-        batches = [fresh(self._sample) for _ in range(steps)]
+        batches = [copy.deepcopy(self._sample) for _ in range(steps)]
         # An untimed step before them: what it leaves to the next forward stands for what the last one leaves.
         gathers_in_forward = METHODS[lane.candidate.method].update == "sharded, gathered in forward"
-        lead_in_batches = [fresh(self._sample)] if gathers_in_forward and lane.step_ms else []
+        lead_in_batches = [copy.deepcopy(self._sample)] if gathers_in_forward and lane.step_ms else []
         # Before the lead-in: behind it, what it leaves to the next forward would arrive while ranks wait here.
         all_reduce(torch.zeros(1, device=lane.device), group=self.group)
         for batch in lead_in_batches:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, told
@@ -17,7 +16,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
 from overlap.ranks.board import agree
 from overlap.ranks.collectives import of_all_ranks, on_rank
-from overlap.resume.rank_state import Optim, load_state_dict, rank_parts, stage_of, state_of_rank
+from overlap.resume.state import Optim, Run, note_loaded, stage_of
 
 __all__ = ["TrainState", "remembers"]
 
@@ -64,10 +63,8 @@ class TrainState:
         names = [omit] if (given := as_list(omit)) is None else given
         if unknown := [name for name in names if not is_one_of(name, "model", "optimizer")]:
             raise ConfigurationError(f'omit names "model", "optimizer" or both, got {told(unknown)}')
-        self._ddp = ddp
-        self._optim = optim
-        self._omit = frozenset(names)
-        ranks = check_ddp(ddp).process_group.size()
+        self._ddp, self._optim, self._omit = check_ddp(ddp), optim, frozenset(names)
+        ranks = self._ddp.process_group.size()
         if writer is not None and check_whole_number("writer", writer, least=0) >= ranks:
             raise ConfigurationError(f"writer is a rank of the model's group, 0 to {ranks - 1}, got {told(writer)}")
         self._writer = writer
@@ -85,16 +82,16 @@ class TrainState:
 
     def gathered(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """:meth:`state_dict` of what :meth:`rank_state_dict` has returned on each rank, with its communication."""
-        group = check_ddp(self._ddp).process_group
+        group = self._ddp.process_group
         own = {key: _to_bytes(part) for key, part in parts.items()}
         agree(group, "gather the state of a TrainState")
-        digests = _gathered({key: hashlib.sha256(part).hexdigest() for key, part in own.items()}, group)
+        digests = of_all_ranks({key: hashlib.sha256(part).hexdigest() for key, part in own.items()}, group)
         shared = {key for key in own if len({one[key] for one in digests}) == 1}
-        gathered = _gathered({key: part for key, part in own.items() if key not in shared}, group, self._writer)
-        if not gathered:
+        alone = {key: part for key, part in own.items() if key not in shared}
+        of_ranks = of_all_ranks(alone, group) if self._writer is None else on_rank(self._writer, alone, group)
+        if not of_ranks:
             return {}
-        whole = {"shared": {key: own[key] for key in sorted(shared)}, "own": gathered}
-        return {_KEY: _to_bytes(whole)}
+        return {_KEY: _to_bytes({"shared": {key: own[key] for key in sorted(shared)}, "own": of_ranks})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state of what :meth:`state_dict` returned, on any number of ranks.
@@ -107,17 +104,11 @@ class TrainState:
                 f"this is not the state of a TrainState: its keys are {sorted(map(str, state_dict))}"
             )
         whole = _from_bytes(state_dict[_KEY])
-        group = check_ddp(self._ddp).process_group
-        shared = _decoded(whole["shared"])
-        states = [{**shared, **_decoded(own)} for own in whole["own"]]
-        if not any(map(remembers, states)):
-            self.forget()  # The framework has loaded all that there is.
-            return
-        if len(states) == group.size():
-            parts = states[group.rank()]
+        states = [{key: _from_bytes(part) for key, part in {**whole["shared"], **own}.items()} for own in whole["own"]]
+        if any(map(remembers, states)):
+            self._load(Run(self._ddp, self._optim, "load_state_dict").state_of_rank(states))
         else:
-            parts = {**state_of_rank(self._ddp, self._optim, states)}
-        self._load(parts)
+            self.forget()  # The framework has loaded all that there is.
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's part alone, for frameworks where each rank writes a file of its own. Without communication.
@@ -125,7 +116,9 @@ class TrainState:
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
-        return rank_parts(self._ddp, self._optim, omit=self._omit) if self._frozen is None else self._frozen
+        if self._frozen is not None:
+            return self._frozen
+        return Run(self._ddp, self._optim, "state_dict").state_dict(omit=self._omit)
 
     def load_rank_state_dict(self, parts: Mapping[str, Any]) -> None:
         """Load what :meth:`rank_state_dict` returned on this rank.
@@ -133,52 +126,44 @@ class TrainState:
         Raises:
             ConfigurationError, TrainingLoopError: as :func:`overlap.load_state_dict`.
         """
+        ranks = self._ddp.process_group.size()
         if not remembers(parts):
             self.forget()  # The framework has loaded all that there is.
-            return
-        ranks = check_ddp(self._ddp).process_group.size()
-        if parts["ranks"] != ranks:
+        elif parts["ranks"] != ranks:
             raise ConfigurationError(
                 f"the state was saved by {parts['ranks']} ranks, and here are {ranks}: for another number of ranks see "
                 "docs/resuming.md"
             )
-        self._load(parts)
+        else:
+            self._load(parts)
 
     def _load(self, parts: Mapping[str, Any]) -> None:
-        if self._omit:  # As the framework has loaded them by now.
-            parts = {**parts, **rank_parts(self._ddp, self._optim, omit=parts)}
-        load_state_dict(self._ddp, self._optim, parts)
+        run = Run(self._ddp, self._optim, "load_state_dict")
+        # What is omitted is as the framework has loaded it by now.
+        run.load_state_dict({**parts, **run.state_dict(omit=parts)} if self._omit else parts)
 
     def forget(self) -> None:
         """Reset the stages, as if they had never had state."""
-        stage = None if self._omit != _ALL else stage_of(check_ddp(self._ddp))
+        note_loaded(self._ddp)
+        stage = None if self._omit != _ALL else stage_of(self._ddp)
         for one in () if stage is None else walk(stage):
             if not one.children and one.state_dict():
                 with suppress(ConfigurationError):  # One that has a state from the start keeps it.
                     one.load_state_dict({})
 
     def freeze(self) -> None:
-        """Take this rank's state now: :meth:`state_dict` returns what it is, also when the stages are registered no
-        more. Without communication.
+        """Take this rank's state now: :meth:`state_dict` returns it also when the stages are registered no more.
 
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
-        self._frozen = rank_parts(self._ddp, self._optim, omit=self._omit)
+        self._frozen = None
+        self._frozen = self.rank_state_dict()
 
 
 def remembers(parts: Mapping[str, Any]) -> bool:
     """Whether a rank's state has anything in it: the model, the optimizer, or what a stage remembers."""
     return "model" in parts or "optimizer" in parts or bool((parts["stages"] or {}).get("state"))
-
-
-def _gathered(value: Any, group: dist.ProcessGroup, to: int | None = None) -> list[Any]:
-    """The values of all ranks, on all or on rank ``to`` of the group; elsewhere an empty list."""
-    return of_all_ranks(value, group) if to is None else on_rank(to, value, group) or []
-
-
-def _decoded(parts: Mapping[str, bytes]) -> dict[str, Any]:
-    return {key: _from_bytes(part) for key, part in parts.items()}
 
 
 def _to_bytes(value: Any) -> bytes:

@@ -2,8 +2,7 @@
 
 recording  the `with` block, its hooks and clocks, and from marks to steps
 report     the steps of all ranks, their intervals and what follows from them, as a table
-pictures   one step as a picture, and files by their suffix
-trace      all steps, for Perfetto
+pictures   one step as a picture
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Reports as a picture: for each rank a lane of computation, one of communication, one of the code of stages."""
+"""Steps as a picture: for each rank a lane of computation, one of communication, one of the code of stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from overlap._checks import require_extra
 from overlap.errors import ConfigurationError
-from overlap.timeline.report import Interval, Report, StepReport, intersection, lanes, step_title, without
-from overlap.timeline.trace import save_trace
+from overlap.timeline.report import Interval, Report, StepReport, intersection, without
 
 __all__ = ["check_path", "save_reports"]
 
@@ -43,30 +43,24 @@ _Bar = tuple[Interval, str, str]
 
 
 def check_path(path: str | Path) -> None:
-    """Raises ConfigurationError if nothing can be written under this name, or matplotlib is needed and missing."""
-    suffix = Path(path).suffix.lower()
-    if suffix in _PICTURES:
-        require_extra("timeline", "matplotlib")
-    elif suffix != ".json":
-        allowed = ", ".join(_PICTURES)
-        raise ConfigurationError(f"path is {str(path)!r}: a picture ends in {allowed}, a trace in .json")
+    """Raises ConfigurationError if no picture can be written under this name, or matplotlib is missing."""
+    if Path(path).suffix.lower() not in _PICTURES:
+        raise ConfigurationError(f"path is {str(path)!r}: a picture ends in {', '.join(_PICTURES)}")
+    require_extra("timeline", "matplotlib")
 
 
 def save_reports(reports: Mapping[str, Report], path: str | Path, *, step: int | None = None) -> None:
-    """Write reports, each under its title, to one file: a picture with a panel for each, or a trace.
+    """Draw one step of each report, each under its title, into one file.
 
     Args:
         reports: by title, in the order in which they are shown.
-        path: ``.png``, ``.svg`` or ``.pdf`` for a picture of one step of each, ``.json`` for a trace of all steps.
+        path: ends in ``.png``, ``.svg`` or ``.pdf``.
         step: which step to draw; by default the one that took rank 0 the median time, in each report.
 
     Raises:
-        ConfigurationError: the suffix is none of these, there is no such step, or a picture needs matplotlib.
+        ConfigurationError: the suffix is none of these, there is no such step, or matplotlib is missing.
     """
     check_path(path)
-    if Path(path).suffix.lower() == ".json":
-        save_trace(reports, path)
-        return
     # Without a window system: training runs on servers.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -87,7 +81,7 @@ def save_reports(reports: Mapping[str, Report], path: str | Path, *, step: int |
     for axes, (title, steps) in zip(rows, panels.items(), strict=True):
         axes.set_xlim(0, end_ms * 1.01)
         _draw_panel(axes, steps, end_ms, shown)
-        axes.set_title(f"{title}\n{step_title(steps)}", fontsize=10, loc="left", linespacing=1.4)
+        axes.set_title(f"{title}\n{_step_title(steps)}", fontsize=10, loc="left", linespacing=1.4)
     rows[-1].set_xlabel("ms from the start of the step: the forward of the rank that began first", fontsize=10)
     _draw_legend(figure, shown)
     figure.savefig(path)
@@ -105,6 +99,16 @@ def _chosen(reports: Mapping[str, Report], number: int | None) -> dict[str, list
         origin_ms = min(one.start_ms for one in steps)
         chosen[title] = [replace(one, start_ms=one.start_ms - origin_ms) for one in steps]
     return chosen
+
+
+def _step_title(steps: Sequence[StepReport]) -> str:
+    """A step of several ranks in one line."""
+    step_ms, exposed_ms, communication_ms = (
+        fmean(getattr(step, name) for step in steps) for name in ("step_ms", "exposed_ms", "communication_ms")
+    )
+    ranks = f"mean of {len(steps)} ranks: " if len(steps) > 1 else ""
+    words = f"{ranks}step {step_ms:.1f} ms, communication {communication_ms:.1f} ms, of it exposed {exposed_ms:.1f} ms"
+    return f"{words} ({1 - exposed_ms / communication_ms:.0%} overlapped)" if communication_ms else words
 
 
 def _compute_bars(step: StepReport) -> Iterator[_Bar]:
@@ -163,6 +167,18 @@ def _draw_lane(axes: Any, bars: list[_Bar], top: float, shift_ms: float, end_ms:
         if width_ms > (_NUMBER_SHARE if text.isdigit() else _WORD_SHARE) * end_ms and height > 0.3:
             center_ms = left_ms + width_ms / 2
             axes.text(center_ms, middle, text, ha="center", va="center", fontsize=8, color=_INK, zorder=4)
+
+
+def lanes(intervals: Sequence[Interval]) -> list[int]:
+    """A lane for each interval, in as few lanes as possible, so that no two in a lane overlap."""
+    free_at_ms: list[float] = []
+    chosen = [0] * len(intervals)
+    for place in sorted(range(len(intervals)), key=lambda place: intervals[place].start_ms):
+        start_ms, end_ms = intervals[place].start_ms, intervals[place].end_ms
+        lane = next((n for n, free_ms in enumerate(free_at_ms) if free_ms <= start_ms), len(free_at_ms))
+        free_at_ms[lane : lane + 1] = [end_ms]
+        chosen[place] = lane
+    return chosen
 
 
 def _draw_legend(figure: Any, shown: set[str]) -> None:

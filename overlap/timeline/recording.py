@@ -57,8 +57,7 @@ class Timeline:
     Args:
         ddp: the model; to compile it, compile the module inside: ``DistributedDataParallel(torch.compile(module))``.
 
-    Communication:
-        None while it records with a stage registered. :meth:`report` gathers once.
+    Communication: none while it records with a stage registered. :meth:`report` gathers once.
 
     Raises:
         RegistrationError: ``ddp`` is not a DDP model, has a hook that was not registered with :func:`overlap.register`,
@@ -125,13 +124,9 @@ class Timeline:
         return read_steps(self._recorder.steps, self._recorder.clock, self._kinds, rank=self._ddp.process_group.rank())
 
     def report(self) -> Report:
-        """The steps of all ranks.
+        """The steps of all ranks; every rank calls this (or :meth:`save`) after the block.
 
-        Every rank calls this (or :meth:`save`) after the block. Ranks of one machine share its clock; those of several
-        are aligned by their system time.
-
-        Communication:
-            The first call issues ``all_gather_object`` on the model's process group.
+        Communication: in the first call ``all_gather_object`` on the model's process group.
 
         Raises:
             TrainingLoopError: the block is not over.
@@ -145,17 +140,14 @@ class Timeline:
         return self._report
 
     def save(self, path: Any, *, step: int | None = None) -> None:
-        """Write a picture (``.png``, ``.svg``, ``.pdf``) of one step, or a trace (``.json``) of all.
-
-        Every rank calls this, as :meth:`report`; rank 0 writes. Perfetto (ui.perfetto.dev) and chrome://tracing open
-        the trace.
+        """Draw one step into a file. Every rank calls this, as :meth:`report`; rank 0 writes.
 
         Args:
-            path: the file to write, a ``str`` or ``Path``.
+            path: the file to write, a ``str`` or ``Path`` that ends in ``.png``, ``.svg`` or ``.pdf``.
             step: which step to draw, counted from 0; by default the one that took rank 0 the median time.
 
         Raises:
-            ConfigurationError: the suffix is none of these, there is no such step, or a picture needs matplotlib.
+            ConfigurationError: the suffix is none of these, there is no such step, or matplotlib is missing.
         """
         check_path(path)
         report = self.report()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
 from typing import Any, Literal
 
 __all__ = ["Activity", "BucketReport", "Interval", "Kind", "Phase", "Report", "StepReport"]
@@ -83,22 +82,6 @@ def hull(intervals: Sequence[Interval]) -> Interval | None:
     if not intervals:
         return None
     return Interval(min(one.start_ms for one in intervals), max(one.end_ms for one in intervals))
-
-
-def lanes(intervals: Sequence[Interval]) -> list[int]:
-    """A lane for each interval, in as few lanes as possible, so that no two in a lane overlap.
-
-    >>> lanes([Interval(0, 4), Interval(1, 2), Interval(2, 3), Interval(4, 5)])
-    [0, 1, 1, 0]
-    """
-    free_at_ms: list[float] = []
-    chosen = [0] * len(intervals)
-    for place in sorted(range(len(intervals)), key=lambda place: intervals[place].start_ms):
-        start_ms, end_ms = intervals[place].start_ms, intervals[place].end_ms
-        lane = next((n for n, free_ms in enumerate(free_at_ms) if free_ms <= start_ms), len(free_at_ms))
-        free_at_ms[lane : lane + 1] = [end_ms]
-        chosen[place] = lane
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -224,11 +207,6 @@ class StepReport:
         """Bytes that this rank sent for its buckets."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients in all buckets."""
-        return sum(bucket.gradient_bytes for bucket in self.buckets)
-
     def in_phase(self, name: PhaseName) -> list[Phase]:
         """The stretches of one phase."""
         return [phase for phase in self.phases if phase.name == name]
@@ -276,16 +254,6 @@ class Report:
             lines += ["", f"buckets of step {number} on rank {step.rank}, from the step's start"]
             lines += _table(_BUCKET_COLUMNS, step.buckets)
         return "\n".join(lines)
-
-
-def step_title(steps: Sequence[StepReport]) -> str:
-    """A step of several ranks in one line."""
-    step_ms, exposed_ms, communication_ms = (
-        fmean(getattr(step, name) for step in steps) for name in ("step_ms", "exposed_ms", "communication_ms")
-    )
-    ranks = f"mean of {len(steps)} ranks: " if len(steps) > 1 else ""
-    words = f"{ranks}step {step_ms:.1f} ms, communication {communication_ms:.1f} ms, of it exposed {exposed_ms:.1f} ms"
-    return f"{words} ({1 - exposed_ms / communication_ms:.0%} overlapped)" if communication_ms else words
 
 
 def _span(interval: Interval | None) -> str:

@@ -242,16 +242,19 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Local SGD.
     "averages are a step late": Mutant(
-        "optim/local_sgd/schedule.py", "if self.step != self.round_end:", "if self.step <= self.round_end:", _AVERAGES
+        "optim/local_sgd/averager.py",
+        "if self.step == self.round_end:",
+        "if self.step - 1 == self.round_end:",
+        _AVERAGES,
     ),
     "the length of another round": Mutant(
-        "optim/local_sgd/schedule.py", "length = self._period(self.step)", "length = self._period(0)", _AVERAGES
+        "optim/local_sgd/averager.py", "length = period(self.step)", "length = period(0)", _AVERAGES
     ),
     "the shortest period of a hierarchy counts": Mutant(
-        "optim/local_sgd/schedule.py",
-        "for period in reversed(list(periods)) if",
-        "for period in periods if",
-        f"{_AVERAGES} -k hierarchies",
+        "optim/local_sgd/torch_names.py",
+        "groups[due[-1]]",
+        "groups[due[0]]",
+        "optim/local_sgd/test_local_sgd_torch_names.py -k longest",
     ),
     "the outer optimizer makes no step": Mutant(
         "optim/local_sgd/outer.py", "step_whole(self.optimizer)", "copy_all(anchors, gradients)", _AVERAGES
@@ -286,12 +289,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # States.
     "the state of stages is not saved": Mutant(
-        "resume/rank_state.py", '"state": stage.state_dict()}', '"state": {}}', "resume/test_train_state.py -k snapshot"
+        "resume/state.py",
+        '"state": self._stage.state_dict()}',
+        '"state": {}}',
+        "resume/test_train_state.py -k snapshot",
     ),
     "the state of another rank is loaded": Mutant(
-        "resume/rank_state.py",
-        'if (state["rank"], state["ranks"]) != (group.rank(), group.size()):',
-        'if state["ranks"] != group.size():',
+        "resume/state.py",
+        'if (state["rank"], state["ranks"]) != (self._rank, self._ranks):',
+        'if state["ranks"] != self._ranks:',
         "resume/test_train_state.py -k does_not_fit",
     ),
     # Everything else.

@@ -1,4 +1,4 @@
-"""Four ranks, then three, then two, then four again: what each part of a run carries over, through files and DCP."""
+"""Three ranks, then two, then four: what each part of a run carries over, through files and DCP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from overlap import (
 )
 from overlap.hooks import PostLocal, PostLocalSGDState
 
-SIZES = (4, 3, 2, 4)
+SIZES = (3, 2, 4)
 STEPS = 2  # Of each number of ranks.
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -177,7 +177,7 @@ def _check_resumed(form: str, ddp: Any, optimizer: Any, where: Path, rank: int, 
     elif form != "LocalSGD":
         assert_parity(now["optimizer"], old["optimizer"], what=f"{form}, the optimizer")
     else:
-        _check_local(now["optimizer"], [state["optimizer"] for state in states], rank, ranks)
+        _check_local(now["optimizer"][0], [state["optimizer"][0] for state in states], rank, ranks)
     if stages := now["stages"]["state"]:
         _check_memories(form, stages, [state["stages"]["state"] for state in states], rank, ranks)
     # Through torch.distributed.checkpoint it is the same.
@@ -269,7 +269,7 @@ def _added(memories: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_goes_on_with_3_ranks_then_2_then_4(tmp_path: Path) -> None:
+def test_a_run_continues_with_2_ranks_and_then_with_4(tmp_path: Path) -> None:
     for leg, ranks in enumerate(SIZES):
         run_ranks(_leg, ranks, tmp_path, STEPS * leg, leg % 2 == 1, timeout_s=120, group_timeout_s=60)
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from harness import run_ranks
 from overlap import OverlapError, hooks, optim
-from overlap.plan.choose import Request
+from overlap.plan.choice import check_arguments
 
 __all__ = ["try_options"]
 
@@ -126,11 +126,11 @@ MADE: dict[str, tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]] = {
         lambda of: {"collective": dist.all_reduce, "qtype": overlap.DQuantType.FP16},
     ),
     "auto": (
-        Request,
+        check_arguments,
         lambda of: {
             "model": of.model, "optimizer": of.sgd, "sample": (torch.ones(1, 4), torch.ones(1, 4)),
             "loss": nn.MSELoss(),
-            "allow": "exact", "updates": "backward", "memory": None, "report": None, "plan": None, "seconds": 1.0,
+            "allow": "exact", "updates": "backward", "plan": None, "seconds": 1.0,
             "ddp_options": {},
         },
     ),

@@ -89,7 +89,7 @@ def _with_each_reducer(build: Callable[[Make], Build]) -> dict[str, Scenario]:
 _FIRST_ROUND = ("overlap/optim/local_sgd/outer.py:check_common",)
 _STEPS = "overlap/optim/local_sgd/averager.py:_weight"
 _POLL = ("overlap/join/participation.py:result",)
-_SAVED = ("overlap/resume/rank_state.py:_snapshot",)
+_SAVED = ("overlap/resume/state.py:_snapshot",)
 # Where a registration compares the values of the model with rank 0's.
 _REGISTERED = ("overlap/_torch/foreach.py:fingerprint",)
 _SHARDED = (*_REGISTERED, "overlap/optim/zero/partition.py:check_same_on_all_ranks")
@@ -249,10 +249,6 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         ),
         "local, sparse, outer": Scenario(
             build=local_sgd(wire=TopK(0.1), error_feedback=True, outer=OUTER), host_syncs=_FIRST_ROUND
-        ),
-        "local, state reset": Scenario(loop=loops.trains_long, build=local_sgd(optimizer_state="reset")),
-        "local, in 16 bits": Scenario(
-            loop=loops.trains_long, build=local_sgd(average_dtype=torch.bfloat16, overlap=True)
         ),
     },
 }

@@ -1,12 +1,9 @@
-"""Intervals of a step, the table, pictures and traces of reports made by hand: no process group, no model."""
+"""Intervals of a step, the table and pictures of reports made by hand: no process group, no model."""
 
 from __future__ import annotations
 
-import builtins
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +11,8 @@ from hypothesis import strategies as st
 
 from overlap import ConfigurationError, _checks
 from overlap.timeline import Activity, BucketReport, Interval, Phase, Report, StepReport, save_reports
-from overlap.timeline.report import hull, intersection, lanes, length_ms, union, without
+from overlap.timeline.pictures import lanes
+from overlap.timeline.report import hull, intersection, length_ms, union, without
 
 
 def bucket(index: int, ready_ms: float, *activities: Activity) -> BucketReport:
@@ -60,22 +58,6 @@ def report(ranks: int = 2, steps: int = 3) -> Report:
     )
 
 
-def assert_slices_nest(events: list[dict[str, Any]]) -> None:
-    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            start_ns = round(1e3 * event["ts"])
-            slices = threads.setdefault((event["pid"], event["tid"]), [])
-            slices.append((start_ns, start_ns + round(1e3 * event["dur"])))
-    for slices in threads.values():
-        around: list[int] = []
-        for start_ns, end_ns in sorted(slices, key=lambda one: (one[0], -one[1])):
-            while around and around[-1] <= start_ns:
-                around.pop()
-            assert not around or end_ns <= around[-1]
-            around.append(end_ns)
-
-
 # Intervals ---------------------------------------------------------------------------------------------------
 
 INTERVALS = st.lists(
@@ -118,7 +100,7 @@ def test_what_follows_from_the_intervals_of_a_step() -> None:
     assert one.exposed_ms == 4 + 20, "the broadcast of buffers and the last bucket's collective"
     assert one.overlap_fraction == pytest.approx(14 / 38)
     assert one.exposed_code_ms == pytest.approx(5.1), "the last bucket's update"
-    assert (one.sent_bytes, one.gradient_bytes) == (2000, 2000)
+    assert one.sent_bytes == 2000
     first, last = one.buckets
     assert (first.ready_ms, first.reduce, first.gather) == (40.0, Interval(41.0, 55.0), None)
     assert last.update == Interval(80.0, 85.0), "the longest stretch of its code"
@@ -166,20 +148,6 @@ def test_a_report_without_steps_says_so() -> None:
     assert "no step was recorded" in str(Report(title="plain DDP", ranks=((), ())))
 
 
-# Traces ------------------------------------------------------------------------------------------------------
-
-
-def test_a_trace_of_two_reports(tmp_path: Path) -> None:
-    save_reports({"plain": report(), "overlapped": report()}, tmp_path / "step.json")
-    events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {f"{title}, rank {rank}" for title in ("plain", "overlapped") for rank in (0, 1)}
-    assert_slices_nest(events)
-    reduces = [event for event in events if event["name"] == "all_reduce[bucket 1]"]
-    assert [event["ts"] for event in reduces[:3]] == [60_000, 160_000, 260_000] and reduces[0]["dur"] == 20_000
-    assert {event["tid"] for event in events if event["ph"] == "i"} == {0}, "ready buckets are in the compute lane"
-
-
 # Pictures ----------------------------------------------------------------------------------------------------
 
 
@@ -204,11 +172,9 @@ def test_one_step_of_a_report_can_be_chosen(tmp_path: Path) -> None:
 # Files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["step", "step.txt", "step.json.gz"])
-def test_a_file_that_is_neither_picture_nor_trace(name: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=rf"path is '{name}': a picture ends in .png, .svg, .pdf, a trace in .json"
-    ):
+@pytest.mark.parametrize("name", ["step", "step.json"])
+def test_a_file_that_is_no_picture(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"path is '{name}': a picture ends in .png, .svg, .pdf"):
         save_reports({"plain": report()}, name)
 
 
@@ -216,14 +182,3 @@ def test_without_matplotlib_a_picture_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"^matplotlib not installed: pip install '\.\[timeline\]' in a clone"):
         save_reports({"plain": report()}, tmp_path / "step.png")
-
-
-def test_a_trace_needs_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = builtins.__import__
-
-    def without_matplotlib(name: str, *args: Any) -> Any:
-        assert not name.startswith("matplotlib")
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    save_reports({"plain": report()}, tmp_path / "step.json")

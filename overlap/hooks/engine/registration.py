@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -115,6 +116,58 @@ class _ForwardHooks:
         return _ForwardHooks, ()
 
 
+class LoadHooks:
+    """Warns once where the model's state was loaded before the first pass, and the memory of its stages was not.
+
+    That is known when the pass is over: they had no tensors to remember before it, and have some now. Does nothing in a
+    copy of the model.
+    """
+
+    def __init__(self, runtime: Runtime | None = None, ddp: DistributedDataParallel | None = None) -> None:
+        self._runtime: Callable[[], Runtime | None] = (lambda: None) if runtime is None else weakref.ref(runtime)
+        self._ddp: Callable[[], DistributedDataParallel | None] = (lambda: None) if ddp is None else weakref.ref(ddp)
+        self._until_the_first_pass: Any = None
+        self._was_empty = False
+
+    def on_load(self, module: torch.nn.Module, keys: Any) -> None:
+        """The model's ``load_state_dict`` has been called."""
+        runtime, ddp = self._runtime(), self._ddp()
+        if runtime is not None and ddp is not None and not runtime.passes and self._until_the_first_pass is None:
+            hook = torch.compiler.disable(self._before_forward)
+            self._until_the_first_pass = ddp.register_forward_pre_hook(hook)
+
+    def on_stages_loaded(self) -> None:
+        """Their memory was loaded, too, or there was none."""
+        if self._until_the_first_pass is not None:
+            self._until_the_first_pass.remove()
+            self._until_the_first_pass = None
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if (runtime := self._runtime()) is None:
+            return
+        remembers = _has_tensors(runtime.stage.state_dict())
+        if not runtime.passes:
+            self._was_empty = not remembers
+            return
+        self.on_stages_loaded()
+        if self._was_empty and remembers:
+            warnings.warn(
+                f"the model's state was loaded, and {runtime.stage!r} began without the memory that it had when that "
+                "was saved (factors, error feedback). To resume a run, save overlap.state_dict(ddp, optim) and load it "
+                "with overlap.load_state_dict(ddp, optim, state)",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def __reduce__(self) -> Any:
+        return LoadHooks, ()
+
+
+def _has_tensors(state: object) -> bool:
+    values = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return isinstance(state, torch.Tensor) or any(map(_has_tensors, values))
+
+
 class Registration:
     """A stage registered with a model; after :meth:`remove` the model reduces as plain DDP again.
 
@@ -137,10 +190,11 @@ class Registration:
         self.runtime = runtime
         self.stage = runtime.stage
         self._dispatcher = dispatcher
-        hooks = _ForwardHooks(runtime)
+        hooks, self.loads = _ForwardHooks(runtime), LoadHooks(runtime, ddp)
         self._handles = (
             ddp.register_forward_pre_hook(hooks.before),
             ddp.register_forward_hook(hooks.after, always_call=True),
+            ddp.module.register_load_state_dict_post_hook(self.loads.on_load),
         )
 
     @property
@@ -169,6 +223,7 @@ class Registration:
         self._dispatcher.registration = None
         for handle in self._handles:
             handle.remove()
+        self.loads.on_stages_loaded()
         self.runtime.close()
 
     close = remove

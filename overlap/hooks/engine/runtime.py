@@ -120,6 +120,11 @@ class Runtime:
         self._end = weakref.finalize(self, self.executor.channels.abort if worker is None else worker.stop)
         self._end.atexit = False
 
+    @property
+    def passes(self) -> int:
+        """Backward passes that have begun."""
+        return self._steps
+
     def attach(self) -> None:
         """Attach the stages. Raises: ConfigurationError: one refuses the model or its position."""
         sequence = self.stage.sequence

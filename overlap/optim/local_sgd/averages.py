@@ -1,8 +1,8 @@
 """Averages tensors over ranks, in place; local SGD and the averagers have this one path.
 
-**In full precision** a large tensor that is contiguous in memory is averaged where it is, in slices; the others are
-packed together into flat buffers, averaged there, and copied back. Two such parts are in flight at a time, so that one
-packs or unpacks while the other is being sent. So the memory needed beside the model is two buffers of a few megabytes,
+**In full precision** a large tensor that is contiguous in memory is averaged where it is; the others are packed
+together into flat buffers, averaged there, and copied back. Two such parts are in flight at a time, so that one packs
+or unpacks while the other is being sent. So the memory needed beside the model is two buffers of a few megabytes,
 whatever the model's size. Tensors keep their storage.
 
 **Through a wire** travels the change since a beginning that all ranks had in common, the anchor::
@@ -36,7 +36,6 @@ __all__ = ["Running", "Weight", "WiredMean", "average", "wider"]
 _PACKED_BYTES = 8 * 2**20
 # A collective costs about as much as copying a megabyte twice: smaller tensors are packed.
 _IN_PLACE_BYTES = 2**20
-_SLICE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def average(
     group: dist.ProcessGroup,
     weight: Weight | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    widens: bool = False,
     wire: WiredMean | None = None,
     context: StageContext | None = None,
 ) -> Running:
@@ -94,7 +93,7 @@ def average(
         tensors: by name.
         group: all of its ranks call this.
         weight: this rank's; ranks count alike where ``None``.
-        dtype: sum in this dtype where it is wider than a tensor's.
+        widens: sum half precision in fp32.
         wire: carries those of ``tensors`` that it has an anchor of; the others are averaged in full precision.
         context: average in the background, on the connections of this registration; where ``None``, on
             ``group`` itself, before this returns.
@@ -103,7 +102,7 @@ def average(
     """
     weight = weight or Weight(1, group.size())
     by_device: dict[torch.device, list[_Part]] = {}
-    for part in _into_parts(tensors, dtype, wired=() if wire is None else wire.anchors):
+    for part in _into_parts(tensors, widens=widens, wired=() if wire is None else wire.anchors):
         by_device.setdefault(part.tensors[0].device, []).append(part)
     running = Running(wire)
     if wire is not None:
@@ -133,56 +132,64 @@ def average(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Part(Item):
-    """Tensors of one dtype that travel together, or a slice of one."""
+    """Tensors of one dtype that travel together, or one that is averaged where it is."""
 
     names: Sequence[str]
     tensors: Sequence[Tensor]
     dtype: torch.dtype
-    is_slice: bool = False
     is_wired: bool = False
+    is_in_place: bool = False
 
     def load(self) -> Tensor:
-        """This rank's values, shape ``(numel,)``: a copy, or the slice itself."""
-        return self.tensors[0] if self.is_slice else _packed(self.tensors, self.dtype)
+        """This rank's values, shape ``(numel,)``: a copy, or the tensor itself."""
+        return self.tensors[0].view(-1) if self.is_in_place else _packed(self.tensors, self.dtype)
 
     def store(self, mean: Tensor) -> None:
         """Copy the mean, shape ``(numel,)``, into the tensors."""
-        if not self.is_slice:
+        if not self.is_in_place:
             copy_all(self.tensors, _views(mean, self.tensors))
 
 
-def _into_parts(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, wired: Collection[str]) -> list[_Part]:
-    """Cut and pack ``tensors`` into parts, the same on every rank. Those in ``wired`` are packed apart and not cut."""
+def _into_parts(tensors: Mapping[str, Tensor], *, widens: bool, wired: Collection[str]) -> list[_Part]:
+    """Pack ``tensors`` into parts, the same on every rank; those in ``wired`` apart from the others."""
     real = {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
     packs: list[list[str]] = []
     open_packs: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
-    slices: list[tuple[str, Tensor]] = []
+    in_place: list[str] = []
     for name, tensor in real.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        is_in_place = tensor.is_contiguous() and wider(tensor.dtype, dtype) == tensor.dtype and name not in wired
-        if is_in_place and tensor.nbytes >= _IN_PLACE_BYTES:
-            slices += [(name, piece) for piece in tensor.view(-1).split(_SLICE_BYTES // tensor.element_size())]
+        is_summed_as_it_is = name not in wired and (not widens or wider(tensor.dtype) == tensor.dtype)
+        if is_summed_as_it_is and tensor.is_contiguous() and tensor.nbytes >= _IN_PLACE_BYTES:
+            in_place.append(name)
             continue
         key = tensor.dtype, tensor.device, name in wired
         members = open_packs.setdefault(key, [])
         members.append(name)
         if sum(real[member].nbytes for member in members) >= _PACKED_BYTES:
             packs.append(open_packs.pop(key))
-    parts: list[_Part] = []
     # Packed ones first: they are copied back while others are sent, and not when there is nothing left to send.
-    for names in [*packs, *open_packs.values()]:
-        packed = [real[name] for name in names]
-        to, is_wired = wider(packed[0].dtype, dtype), names[0] in wired
-        parts.append(_Part(index=len(parts), names=names, tensors=packed, dtype=to, is_wired=is_wired))
-    for name, piece in slices:
-        parts.append(_Part(index=len(parts), names=[name], tensors=[piece], dtype=piece.dtype, is_slice=True))
+    packed = [*packs, *open_packs.values()]
+    parts: list[_Part] = []
+    for names in [*packed, *([name] for name in in_place)]:
+        own = [real[name] for name in names]
+        dtype = wider(own[0].dtype) if widens else own[0].dtype
+        parts.append(
+            _Part(
+                index=len(parts),
+                names=names,
+                tensors=own,
+                dtype=dtype,
+                is_wired=names[0] in wired,
+                is_in_place=len(parts) >= len(packed),
+            )
+        )
     return parts
 
 
-def wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """``asked`` where it is wider than ``own``, else ``own``."""
-    return own if asked is None or asked.itemsize <= own.itemsize else asked
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which averages of ``dtype`` are kept: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -221,7 +228,7 @@ class WiredMean:
         if group.size() == 1 and (feedback is None or not feedback.errors):
             return
         # Differences of half-precision numbers are taken in fp32.
-        anchor = _packed([self.anchors[name] for name in names], torch.promote_types(flat.dtype, torch.float32))
+        anchor = _packed([self.anchors[name] for name in names], wider(flat.dtype))
         change = (flat - anchor).float()
         weight.scale_(change)
         views = _views(change, tensors)

@@ -15,22 +15,23 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import check_ddp, is_one_of, refuse_capture
+from overlap._checks import as_list, check_ddp, is_one_of, refuse_capture, told
 from overlap._torch.ddp import GradientSync, before_final_sync
 from overlap._torch.join import is_joining, used_in_shadow
 from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
-from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
-from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
+from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.hooks import Bucket, Role, SkipNonFinite, Stage, StageContext, chain, wires
+from overlap.hooks.adapters import as_stage
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
 from overlap.join.adapters import once_after
 from overlap.join.context import refuse_before_model
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
-from overlap.optim.local_sgd.averager import Averager
-from overlap.optim.local_sgd.given import AveragingOptimizer, SeveralOptimizers, check_transforms, check_update
+from overlap.optim.local_sgd.averager import Averager, Options, Period
+from overlap.optim.local_sgd.averaging import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.local_sgd.outer import MakeOptimizer
-from overlap.optim.local_sgd.schedule import Period
+from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
 from overlap.optim.scaler import LossScale
 from overlap.optim.update import check_unscaled, without_adding_up
@@ -45,38 +46,33 @@ _FORM = Form(outcome=Phase.REDUCED, step="local.step()", deferred="LocalSGD with
 class LocalSGD(AveragingOptimizer, Joinable):
     """Trains with plain DDP until ``start_step``; then each rank trains alone, and they average every ``period`` steps.
 
-    One counter of steps serves post-local SGD and hierarchical local SGD (Lin et al. 2018,
-    https://arxiv.org/abs/1808.07217), SlowMo and DiLoCo (``outer``), and Streaming DiLoCo (``fragments``, ``overlap``;
-    Douillard et al. 2025, arXiv 2501.18512). It registers a reducer with ``ddp``, and is the optimizer of the training
-    loop. Parameters are averaged in place; those that are frozen at construction are not averaged. ``param_groups``,
-    ``state``, ``defaults`` and step hooks are the wrapped optimizer's.
+    One counter of steps serves post-local SGD (Lin et al. 2018, https://arxiv.org/abs/1808.07217), SlowMo and DiLoCo
+    (``outer``), and Streaming DiLoCo (``fragments``, ``overlap``; Douillard et al. 2025, arXiv 2501.18512). It
+    registers a reducer with ``ddp``, and is the optimizer of the training loop. Parameters that require a gradient, and
+    floating-point buffers, are averaged in place, half precision in fp32. ``param_groups``, ``state``, ``defaults`` and
+    step hooks are the wrapped optimizer's.
 
     Args:
         ddp: the model; nothing else may be registered with it.
         optimizer: the optimizer of each rank, on the model's parameters; or a list of several that :meth:`step` steps
             in turn, each with its own parameters, such as ``[muon, adamw]``.
-        period: steps from one average to the next; ``{4: 2, 16: 8}`` averages in groups of 2 every 4 steps and of 8
-            every 16; a function, the same on every rank, is called with the step at which a round begins and returns
-            the round's length.
+        period: steps from one average to the next; or a function, the same on every rank, which is called with the step
+            at which a round begins and returns the round's length.
         start_step: steps of plain DDP before; where ``None`` 1000, and 0 with ``outer``.
         subgroup: the ranks that go on averaging gradients after it: a process group that this rank is in,
             ``"machine"`` for the ranks on one machine, ``None`` for no averaging.
         update: a stage that updates in backward, ``Step(optimizer)`` with ``optimizer`` an ``OverlappedOptimizer``.
         reducer: how gradients are averaged, ``AllReduce()`` where ``None``.
-        transforms: stages between the reducer and the update, such as ``ClipGradNorm(1.0)``; where ranks train alone
-            they see this rank's own gradients.
         overlap: ``True`` makes an average while the next step runs, a number ``n`` while the next ``n`` steps run;
             the updates that a rank makes meanwhile are kept: new = average + (current - snapshot).
         outer: a function from a list of tensors to an optimizer of them, which steps with the change of a round as its
             gradient; :attr:`outer` is that optimizer.
         fragments: cut the model into this many fragments, and average one of them each time, in turn.
-        average_buffers: average floating-point buffers too, such as BatchNorm's statistics.
-        optimizer_state: at an average, ``"keep"`` each rank's own, or ``"reset"`` it.
-        average_dtype: sum in this dtype where it is wider than a parameter's: ``torch.float32`` for half precision.
         wire: how averages of parameters travel, such as ``Int4()``: as changes since the last average, of which each
-            rank keeps a copy (the outer optimizer's, where there is one). Ranks have the same parameters after it, bit
-            for bit. Buffers are averaged in full precision.
+            rank keeps a copy. Ranks have the same parameters after it, bit for bit. Buffers travel in full precision.
         error_feedback: add the rounding errors of an average to the next; takes an fp32 copy of the parameters.
+        transforms: stages between the reducer and the update, such as ``ClipGradNorm(1.0)``; where ranks train alone
+            they see this rank's own gradients.
 
     Communication, when ranks average: one all-reduce for about each 8 MB, on the model's process group from
     :meth:`step`, or with ``overlap`` in the background. With ``wire`` a send and a receive with every other rank and an
@@ -107,9 +103,6 @@ class LocalSGD(AveragingOptimizer, Joinable):
         overlap: bool | int = False,
         outer: MakeOptimizer | None = None,
         fragments: int = 1,
-        average_buffers: bool = True,
-        optimizer_state: str = "keep",
-        average_dtype: torch.dtype | None = None,
         wire: Wire | None = None,
         error_feedback: bool = False,
         transforms: Sequence[Stage | Callable[..., Any]] = (),
@@ -122,23 +115,18 @@ class LocalSGD(AveragingOptimizer, Joinable):
             start_step = 1000 if outer is None else 0
         if not is_one_of(subgroup, None, "machine"):
             check_subgroup(subgroup, self.process_group)
-        check_update(update, self.optim, ddp)
-        between = check_transforms(transforms)
-        self.averager = Averager(
-            self,
-            ddp,
-            self.optim,
-            period,
-            start_step,
-            overlap=overlap,
+        _check_update(update, self.optim, ddp)
+        between = _checked_transforms(transforms)
+        options = Options(
+            period=period,
+            start_step=start_step,
+            overlap=int(overlap) if isinstance(overlap, bool) else overlap,
             outer=outer,
             fragments=fragments,
-            average_buffers=average_buffers,
-            optimizer_state=optimizer_state,
-            average_dtype=average_dtype,
             wire=wire,
             error_feedback=error_feedback,
         )
+        self.averager = Averager(self, ddp, self.optim, options)
         """Makes the averages."""
         self._ddp = weakref.ref(ddp)
         self._gradient_sync = GradientSync(ddp)
@@ -155,14 +143,9 @@ class LocalSGD(AveragingOptimizer, Joinable):
             start_step,
             post_local_gradient_allreduce=subgroup is not None,
         )
-        reduce = PostLocal(state, reducer, is_local=lambda: self.averager.schedule.is_local)
+        reduce = PostLocal(state, reducer, is_local=lambda: self.averager.is_local)
         self.registration = chain(reduce, *between, *([] if update is None else [update]), self._stage).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
-
-    @property
-    def step_count(self) -> int:
-        """Training steps so far."""
-        return self.averager.schedule.step
 
     @property
     def outer(self) -> Optimizer | None:
@@ -196,7 +179,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     def _update(self, lifecycle: UpdateLifecycle, closure: Callable[[], Any] | None) -> Any:
         if LossScale.given_to(self).is_used:
-            if self.is_joining and not self.averager.schedule.is_local:
+            if self.is_joining and not self.averager.is_local:
                 raise TrainingLoopError(SCALED_UNDER_JOIN)
             check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
 
@@ -248,7 +231,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
     @property
     def steps_alone(self) -> bool:
         """Whether the next step is this rank's own, and not the same on every rank."""
-        return self._lifecycle is None or self.averager.schedule.is_local
+        return self._lifecycle is None or self.averager.is_local
 
     @property
     def is_joining(self) -> bool:
@@ -283,19 +266,19 @@ class LocalSGD(AveragingOptimizer, Joinable):
         return {**self.optim.state_dict(), _KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank; or a plain optimizer's, with a warning, at step 0."""
+        """Load what :meth:`state_dict` returned on this rank; or a plain optimizer's, with a warning."""
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
-        own = state_dict.get(_KEY)
-        if own is None:
+        if (own := state_dict.get(_KEY)) is None:
             warnings.warn(
-                "the state has no step of local SGD: it starts again from step 0, its start_step included",
+                f"the state has no step of local SGD, which stays at step {self.averager.step}: load what "
+                "local.state_dict() returned",
                 UserWarning,
                 stacklevel=2,
             )
-            self.averager.restart()
             return
         self.averager.load_state_dict(own)
-        self.registration.stage.load_state_dict(own["stages"])
+        if "stages" in own:  # overlap.state_dict has them beside the optimizer.
+            self.registration.stage.load_state_dict(own["stages"])
 
     @staticmethod
     def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
@@ -313,7 +296,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
             raise ConfigurationError("redistribute needs the state of every old rank, and was given none")
         own = [state[_KEY] for state in states]
         for old, local in enumerate(own):
-            if local["flight"] is not None or any(any(levels) for levels in local["own_steps"]):
+            if local["flight"] is not None or any(local["own_steps"]):
                 raise ConfigurationError(
                     f"the state of old rank {old} was saved in the middle of a round, when ranks have different "
                     "models: resume once with as many ranks as before, and call local.synchronize() before saving"
@@ -399,9 +382,7 @@ class _LocalSGDStage(Stage):
         local.averager.begin_step()
         # A rank that trains alone needs nothing from DDP, and saves the copies into and out of its buckets; but under
         # Join, DDP is what tells joined ranks of a step.
-        local._gradient_sync.switch(
-            is_on=local._always_syncs or local.is_joining or not local.averager.schedule.is_local
-        )
+        local._gradient_sync.switch(is_on=local._always_syncs or local.is_joining or not local.averager.is_local)
 
     def before_backward(self, *, is_replay: bool) -> None:
         local = self._local
@@ -467,3 +448,44 @@ class _LocalJoinHook(JoinHook):
             self._local.averager.synchronize(self._local._stage.context, is_joining=self._local.is_joining)
             self.is_open = False
             self.stop_watching()
+
+
+def _checked_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> list[Stage]:
+    """``transforms`` as stages. Raises: ConfigurationError, UnsupportedError: one is no transform, or skips steps."""
+    if (given := as_list(transforms)) is None:
+        raise ConfigurationError(f"transforms is a list of stages, as in [ClipGradNorm(1.0)], got {told(transforms)}")
+    stages = [as_stage(one) for one in given]
+    for stage in stages:
+        if stage.role is not Role.TRANSFORM:
+            raise ConfigurationError(
+                f"transforms are stages that neither reduce nor update, got {stage!r}: give a reducer as reducer=, an "
+                "update as update="
+            )
+        if isinstance(stage, SkipNonFinite):
+            raise UnsupportedError(
+                f"{stage!r} skips the step on all ranks, but ranks that train alone do not communicate: leave it "
+                "out, or look at .grad before local.step()"
+            )
+    return stages
+
+
+def _check_update(update: Stage | None, optimizer: Optimizer, ddp: DistributedDataParallel) -> None:
+    """Raises: ConfigurationError, UnsupportedError: ``update`` cannot be in the chain of a :class:`LocalSGD`."""
+    if update is None:
+        return
+    if not isinstance(update, Stage) or update.role is not Role.UPDATE:
+        raise ConfigurationError(f"update must be a stage that updates, such as Step(optimizer), got {update!r}")
+    if update.reduces:
+        raise UnsupportedError(
+            f"{update!r} divides parameters among all ranks, which must then agree at every step; use Step(optimizer)"
+        )
+    if getattr(update, "optimizer", optimizer) is not optimizer or not isinstance(optimizer, OverlappedOptimizer):
+        raise ConfigurationError(
+            "with update=Step(optimizer), LocalSGD must be given the same OverlappedOptimizer: "
+            "optimizer = OverlappedOptimizer(torch.optim.SGD(...)); LocalSGD(ddp, optimizer, update=Step(optimizer))"
+        )
+    if ddp.find_unused_parameters or ddp.static_graph:
+        raise UnsupportedError(
+            "with find_unused_parameters or static_graph an update in backward asks all ranks which parameters "
+            "were used, at every step: leave update out, so that local.step() updates"
+        )

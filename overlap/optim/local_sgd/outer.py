@@ -29,19 +29,16 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Anchors:
-    """A copy of the parameters that all ranks had when the round began, moved at its end.
+    """A copy of the parameters that all ranks had when the round began, at least in fp32; it is moved at its end.
 
     Args:
         parameters: the model's, by name.
-        dtype: keep them in this dtype where it is wider.
         make: makes the outer optimizer of the copies; ``None`` moves them to the mean itself.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], dtype: torch.dtype | None, make: MakeOptimizer | None = None
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], make: MakeOptimizer | None) -> None:
         self._parameters = parameters
-        self.values = {name: p.detach().to(wider(p.dtype, dtype), copy=True) for name, p in parameters.items()}
+        self.values = {name: p.detach().to(wider(p.dtype), copy=True) for name, p in parameters.items()}
         """The copies, by name."""
         self.optimizer = None if make is None else _made(make, list(self.values.values()))
         """The outer optimizer, over :attr:`values`."""

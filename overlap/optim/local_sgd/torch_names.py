@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, check_group, check_whole_number, described, refuse_capture
+from overlap._checks import as_list, check_group, check_whole_number, described, refuse_capture, told
 from overlap._torch import classes
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext
 from overlap.optim.local_sgd.averages import average
-from overlap.optim.local_sgd.given import AveragingOptimizer
-from overlap.optim.local_sgd.schedule import due_period, make_groups
+from overlap.optim.local_sgd.averaging import AveragingOptimizer
 
 __all__ = [
     "Average",
@@ -95,8 +95,32 @@ class ModelAverager(ABC):
         """Count a training step, and average ``params`` if it is time; to be called after the optimizer's step."""
 
 
+class _AveragesByPeriod(ModelAverager):
+    """Of the periods that divide the number of calls since ``_first_step``, the longest decides which group averages.
+
+    Counts all calls, and averages in none of the first ``warmup_steps``.
+    """
+
+    _first_step = 0
+
+    def __init__(self, warmup_steps: int, process_group: dist.ProcessGroup | None) -> None:
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
+        super().__init__(process_group)
+        self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
+        """This rank's group for each period, in ascending order."""
+
+    def average_parameters(self, params: Params) -> None:
+        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
+        refuse_capture(f"{type(self).__name__}.average_parameters()", "call it outside of the capture")
+        groups, step = self.period_process_group_dict, self.step - self._first_step
+        due = [period for period in groups if step % period == 0]
+        if self.step >= self.warmup_steps and due:
+            average_parameters(params, groups[due[-1]])
+        self.step += 1
+
+
 @classes.PeriodicModelAverager.register
-class PeriodicModelAverager(ModelAverager):
+class PeriodicModelAverager(_AveragesByPeriod):
     """Averages in the first call after ``warmup_steps`` calls, and in every ``period``-th call from there.
 
     Parameters are averaged over ``process_group``, the default one where ``None``, as by :func:`average_parameters`.
@@ -111,21 +135,15 @@ class PeriodicModelAverager(ModelAverager):
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
         self.period = check_whole_number("period", period, least=1)
-        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
-        super().__init__(process_group)
+        super().__init__(warmup_steps, process_group)
+        self._first_step = self.warmup_steps
+        self.period_process_group_dict = {period: self.process_group}
         if period == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
-    def average_parameters(self, params: Params) -> None:
-        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
-        refuse_capture(f"{type(self).__name__}.average_parameters()", "call it outside of the capture")
-        if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
-            average_parameters(params, self.process_group)
-        self.step += 1
-
 
 @classes.HierarchicalModelAverager.register
-class HierarchicalModelAverager(ModelAverager):
+class HierarchicalModelAverager(_AveragesByPeriod):
     """Averages often within small groups and less often within large ones (Lin et al. 2018, arXiv 1808.07217).
 
     Of the periods that divide the number of calls so far, the longest decides which group averages. Each group has
@@ -149,21 +167,47 @@ class HierarchicalModelAverager(ModelAverager):
         warmup_steps: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
-        super().__init__(process_group)
+        super().__init__(warmup_steps, process_group)
         sizes = {} if period_group_size_dict is None else period_group_size_dict
-        self.period_process_group_dict = make_groups("period_group_size_dict", sizes, self.process_group)
-        """This rank's group for each period."""
+        self.period_process_group_dict = _make_groups(sizes, self.process_group)
         if max(sizes) == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
-    def average_parameters(self, params: Params) -> None:
-        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
-        refuse_capture(f"{type(self).__name__}.average_parameters()", "call it outside of the capture")
-        period = due_period(self.period_process_group_dict, self.step)
-        if self.step >= self.warmup_steps and period is not None:
-            average_parameters(params, self.period_process_group_dict[period])
-        self.step += 1
+
+def _make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
+    """For each period the group of so many consecutive ranks of ``group`` that this rank is in; every rank calls it.
+
+    Raises:
+        ConfigurationError: ``sizes`` do not fit together, or ``group`` lacks ranks of the job.
+    """
+    if not isinstance(sizes, Mapping) or not sizes:
+        raise ConfigurationError(
+            f"period_group_size_dict is a mapping of periods to group sizes, as in {{4: 2, 16: 8}}, got {told(sizes)}"
+        )
+    for number in [*sizes, *sizes.values()]:
+        check_whole_number("each period and size of period_group_size_dict", number, least=1)
+    for (period, size), (longer, larger) in itertools.pairwise(sizes.items()):
+        if period >= longer or size >= larger or larger % size:
+            raise ConfigurationError(
+                f"period_group_size_dict is {dict(sizes)}: periods must ascend, and each size divide a larger next one"
+            )
+    if (last := [*sizes.values()][-1]) != group.size():
+        raise ConfigurationError(
+            f"the last size of period_group_size_dict must be that of the process group, {group.size()}, got {last}"
+        )
+    ranks, rank = dist.get_process_group_ranks(group), group.rank()
+    if len(sizes) > 1 and len(ranks) != dist.get_world_size():
+        raise ConfigurationError(
+            "the groups of a hierarchy can only be made by all ranks of the job, and this process group has "
+            f"{len(ranks)} of {dist.get_world_size()}; use a PeriodicModelAverager for each level, with its own group"
+        )
+    made = dict.fromkeys(sizes, group)
+    for period, size in sizes.items():
+        for start in range(0, len(ranks), size) if size < len(ranks) else ():
+            subgroup = dist.new_group(ranks[start : start + size])
+            if start <= rank < start + size:
+                made[period] = subgroup
+    return made
 
 
 class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):

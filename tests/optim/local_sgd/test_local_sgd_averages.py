@@ -13,7 +13,7 @@ from local_loops import Values, assign, failures, local, mean_of, plain, values_
 from torch import nn
 
 from harness import assert_parity, run_ranks, wrap
-from harness.models import BATCH_NORM, MLP
+from harness.models import MLP
 from overlap import LocalSGD, OverlappedOptimizer, Step
 
 START, STEPS, PERIOD = 3, 14, 4
@@ -47,7 +47,7 @@ def _every_period(rank: int, world_size: int, form: str) -> None:
     zeroes = form != "update in backward"
     candidate, made, ddp = local(MLP, rank, steps=STEPS, build=FORMS[form], zero_grad=zeroes)
     assert_parity(candidate, plain(MLP, rank, steps=STEPS, start_step=START, after_step=after_step), what=form)
-    assert made.step_count == STEPS and made.averager.rounds == (STEPS - START) // PERIOD
+    assert made.averager.step == STEPS and made.averager.rounds == (STEPS - START) // PERIOD
     _check_synchronizes(made, ddp, form)
 
 
@@ -84,17 +84,6 @@ def _overlapped(rank: int, world_size: int, form: str, delay: int) -> None:
     candidate, made, ddp = local(MLP, rank, steps=STEPS, build=build, zero_grad=form == "alone")
     assert_parity(candidate, reference, what=f"{form}, overlap {delay}")
     _check_synchronizes(made, ddp, form)
-
-
-def _reset_state(rank: int, world_size: int) -> None:
-    def after_step(model: nn.Module, optimizer: Any, count: int) -> None:
-        if count % PERIOD == 0:
-            assign(model, mean_of(values_of(model)))
-            optimizer.state.clear()
-
-    build = functools.partial(LocalSGD, period=PERIOD, start_step=0, optimizer_state="reset")
-    candidate, _, _ = local(BATCH_NORM, rank, steps=10, build=build)
-    assert_parity(candidate, plain(BATCH_NORM, rank, steps=10, start_step=0, after_step=after_step), what="BatchNorm")
 
 
 # Outer optimizers.
@@ -147,7 +136,7 @@ def _half(rank: int, world_size: int, outer: Any, overlap: bool) -> None:
     model = nn.Linear(3, 3, bias=False).bfloat16()
     ddp = wrap(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    made = LocalSGD(ddp, optimizer, 1, 0, average_dtype=torch.float32, outer=outer, overlap=overlap)
+    made = LocalSGD(ddp, optimizer, 1, 0, outer=outer, overlap=overlap)
     storage = ddp.module.weight.data_ptr()
     made.zero_grad()
     (ddp(torch.full((1, 3), 0.01 + rank, dtype=torch.bfloat16)).sum()).backward()
@@ -166,7 +155,6 @@ CELLS: dict[str, Callable[[int, int], None]] = {
         for form in ("alone", "update in backward")
         for delay in (1, 3)
     },
-    "optimizer state reset": _reset_state,
     "DiLoCo": functools.partial(_diloco, fragments=1),
     "streaming DiLoCo": functools.partial(_diloco, fragments=3),
     **{
@@ -189,10 +177,7 @@ def test_local_sgd_is_the_loop_by_hand(name: str, failed: dict[str, str]) -> Non
     assert name not in failed, failed[name]
 
 
-# Groups of ranks.
-
-
-def _groups(rank: int, world_size: int) -> None:
+def _subgroup(rank: int, world_size: int) -> None:
     pair: Any = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     close: dict[str, Any] = {"exact": False, "rtol": 1e-4, "atol": 1e-6, "reason": GLOO}
 
@@ -200,25 +185,12 @@ def _groups(rank: int, world_size: int) -> None:
         if count % 4 == 0:
             assign(model, mean_of(values_of(model)))
 
-    def three_levels(model: nn.Module, optimizer: Any, count: int) -> None:
-        # Lin et al., hierarchical: all ranks every 4 steps, pairs every 2, none at others.
-        if count % 4 and count % 2 == 0:
-            assign(model, mean_of(values_of(model), pair))
-        every_four(model, optimizer, count)
-
-    for what, options, after_step, group in (
-        ("a subgroup goes on averaging gradients", {"period": 4, "subgroup": pair}, every_four, pair),
-        ("a hierarchy", {"period": {1: 1, 2: 2, 4: 4}}, three_levels, None),
-    ):
-        build: Any = functools.partial(LocalSGD, start_step=2, **options)
-        candidate, made, ddp = local(MLP, rank, steps=13, build=build)
-        reference = plain(MLP, rank, steps=13, start_step=2, after_step=after_step, gradient_group=group)
-        assert_parity(candidate, reference, what=what, **close)
-        _check_synchronizes(made, ddp, what, **close)
-    build = functools.partial(LocalSGD, period={2: 2, 4: 4}, start_step=2, overlap=True)
-    _, made, ddp = local(MLP, rank, steps=13, build=build)
-    _check_synchronizes(made, ddp, "an overlapped hierarchy", **close)
+    build: Any = functools.partial(LocalSGD, start_step=2, period=4, subgroup=pair)
+    candidate, made, ddp = local(MLP, rank, steps=13, build=build)
+    reference = plain(MLP, rank, steps=13, start_step=2, after_step=every_four, gradient_group=pair)
+    assert_parity(candidate, reference, what="a subgroup", **close)
+    _check_synchronizes(made, ddp, "a subgroup", **close)
 
 
-def test_subgroups_and_hierarchies() -> None:
-    run_ranks(_groups, 4)
+def test_a_subgroup_continues_to_average_gradients() -> None:
+    run_ranks(_subgroup, 4)

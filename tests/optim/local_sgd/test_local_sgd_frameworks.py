@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
-import torch.distributed as dist
-from local_loops import sgd, values_of
-from torch import Tensor
 from torch.distributed.algorithms import join as torch_join
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_post_local
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power
 from torch.distributed.algorithms.model_averaging import averagers as torch_averagers
 from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as torch_hierarchical
-from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import assert_parity, run_ranks, wrap
-from harness.models import MLP, mean_squared_error
 from overlap import ConfigurationError
 from overlap._torch import classes as torch_classes
 from overlap.hooks import PostLocalSGDState, post_localSGD_hook, powerSGD_hook
@@ -78,48 +71,3 @@ def test_pytorchs_own_state_is_named_where_ours_is_needed() -> None:
         post_localSGD_hook.stage(torch_post_local.PostLocalSGDState(None, None, 3))
     with pytest.raises(ConfigurationError, match="PowerSGDState, got PyTorch's PowerSGDState"):
         powerSGD_hook.stage(torch_power.PowerSGDState(None))
-
-
-class StrategyWithAverager:
-    """What Lightning's ``DDPStrategy(ddp_comm_state=, ddp_comm_hook=, model_averaging_period=)`` does, in its order."""
-
-    def __init__(self, ddp: DistributedDataParallel, optimizer: Any, state: Any, hook: Any, period: int) -> None:
-        assert hook.__qualname__  # It logs the name.
-        ddp.register_comm_hook(state=state, hook=hook)
-        self._ddp, self._optimizer = ddp, optimizer
-        self._averager: Any = None
-        if not isinstance(state, torch_post_local.PostLocalSGDState):
-            return
-        self._averager = torch_averagers.PeriodicModelAverager(period=period, warmup_steps=state.start_localSGD_iter)
-
-    def training_step(self, batch: Any) -> None:
-        def closure() -> Tensor:
-            self._optimizer.zero_grad()
-            loss = mean_squared_error(self._ddp, batch)
-            loss.backward()
-            return loss
-
-        self._optimizer.step(closure)
-        if self._averager is not None:
-            groups = self._optimizer.param_groups
-            self._averager.average_parameters(iter([p for g in groups for p in g["params"] if p.grad is not None]))
-
-
-def _strategy(rank: int, world_size: int) -> None:
-    ends = []
-    for of in (torch_post_local, overlap.hooks.post_local_sgd):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        subgroups = [dist.new_group([each]) for each in range(world_size)]
-        state = of.PostLocalSGDState(process_group=None, subgroup=subgroups[rank], start_localSGD_iter=3)
-        strategy = StrategyWithAverager(ddp, sgd(ddp.parameters()), state, of.post_localSGD_hook, period=2)
-        for step in range(8):
-            strategy.training_step(MLP.batch(step, rank))
-        ends.append(values_of(ddp))
-    assert_parity(ends[1], ends[0], what="beside PyTorch's own state and hook")
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, ends[1])
-    assert_parity(everyone[0], everyone[1], what="rank 0 beside rank 1")
-
-
-def test_a_strategy_that_averages_where_the_state_is_pytorchs_leaves_all_ranks_equal() -> None:
-    run_ranks(_strategy, 2)

@@ -53,7 +53,7 @@ def _ends(rank: int, world_size: int, case_name: str, form: str) -> None:
     for start in (0, 5):
         ddp, made = _train_unevenly(case, rank, form, start)
         what = f"{case}, {form}, from step {start}"
-        assert made.step_count == max(BATCHES[:world_size]) and made.averager.pending is None, what
+        assert made.averager.step == max(BATCHES[:world_size]) and made.averager.pending is None, what
         assert_equal_ranks(ddp.module, f"{what}: at the end")
         assert "_sync_final_model" not in vars(ddp)
         run(case, rank, range(2), ddp, made)  # And on it goes, with all ranks.

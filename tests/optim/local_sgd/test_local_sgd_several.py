@@ -110,7 +110,12 @@ def _refused(rank: int, world_size: int) -> None:
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ([], {}, ConfigurationError, "the list of optimizers is empty"),
         ([muon, sgd(ddp.parameters())], {}, ConfigurationError, r"Muon and SGD both have a parameter of shape"),
-        ([muon, torch.optim.LBFGS([*adamw.param_groups[0]["params"]])], {}, UnsupportedError, "evaluate once"),
+        (
+            [muon, torch.optim.LBFGS([*adamw.param_groups[0]["params"]])],
+            {},
+            UnsupportedError,
+            "give this optimizer alone",
+        ),
         ([muon, torch.optim.AdamW], {}, ConfigurationError, "the class AdamW"),
         ([muon, wrapped], {"update": Step(wrapped)}, ConfigurationError, "given the same OverlappedOptimizer"),
         ([sgd(nn.Linear(2, 2).parameters())], {}, ConfigurationError, "has no parameter of this model"),

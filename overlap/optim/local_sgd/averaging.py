@@ -1,4 +1,4 @@
-"""The optimizers and stages that a LocalSGD is given."""
+"""The optimizer that averages, as a proxy of the one or the several that update."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, described, told
+from overlap._checks import described
 from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped, without_init
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks import Role, SkipNonFinite, Stage
-from overlap.hooks.adapters import as_stage
-from overlap.optim.optimizer import OptimizerProxy, OverlappedOptimizer
+from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.scaler import LossScale
 
-__all__ = ["AveragingOptimizer", "SeveralOptimizers", "check_transforms", "check_update"]
+__all__ = ["AveragingOptimizer", "SeveralOptimizers"]
 
 
 class SeveralOptimizers(Optimizer):
@@ -38,10 +35,7 @@ class SeveralOptimizers(Optimizer):
         for optimizer in self.optimizers:
             closure = inspect.signature(optimizer.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__} evaluates the model again inside step(closure), which several "
-                    "optimizers evaluate once: give it alone"
-                )
+                raise UnsupportedError(f"{type(optimizer).__name__}.step() needs a closure: give this optimizer alone")
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
                 if owners.setdefault(parameter, optimizer) is not optimizer:
                     raise ConfigurationError(
@@ -148,44 +142,3 @@ class AveragingOptimizer(OptimizerProxy):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigurationError(f"{type(self).__name__} belongs to its process group; save its state_dict() instead")
-
-
-def check_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> list[Stage]:
-    """``transforms`` as stages. Raises: ConfigurationError, UnsupportedError: one is no transform, or skips steps."""
-    if (given := as_list(transforms)) is None:
-        raise ConfigurationError(f"transforms is a list of stages, as in [ClipGradNorm(1.0)], got {told(transforms)}")
-    stages = [as_stage(one) for one in given]
-    for stage in stages:
-        if stage.role is not Role.TRANSFORM:
-            raise ConfigurationError(
-                f"transforms are stages that neither reduce nor update, got {stage!r}: give a reducer as reducer=, an "
-                "update as update="
-            )
-        if isinstance(stage, SkipNonFinite):
-            raise UnsupportedError(
-                f"{stage!r} skips the step on all ranks, but ranks that train alone do not communicate: leave it "
-                "out, or look at .grad before local.step()"
-            )
-    return stages
-
-
-def check_update(update: Stage | None, optimizer: Optimizer, ddp: DistributedDataParallel) -> None:
-    """Raises: ConfigurationError, UnsupportedError: ``update`` cannot be in the chain of a :class:`LocalSGD`."""
-    if update is None:
-        return
-    if not isinstance(update, Stage) or update.role is not Role.UPDATE:
-        raise ConfigurationError(f"update must be a stage that updates, such as Step(optimizer), got {update!r}")
-    if update.reduces:
-        raise UnsupportedError(
-            f"{update!r} divides parameters among all ranks, which must then agree at every step; use Step(optimizer)"
-        )
-    if getattr(update, "optimizer", optimizer) is not optimizer or not isinstance(optimizer, OverlappedOptimizer):
-        raise ConfigurationError(
-            "with update=Step(optimizer), LocalSGD must be given the same OverlappedOptimizer: "
-            "optimizer = OverlappedOptimizer(torch.optim.SGD(...)); LocalSGD(ddp, optimizer, update=Step(optimizer))"
-        )
-    if ddp.find_unused_parameters or ddp.static_graph:
-        raise UnsupportedError(
-            "with find_unused_parameters or static_graph an update in backward asks all ranks which parameters "
-            "were used, at every step: leave update out, so that local.step() updates"
-        )

@@ -1,32 +1,25 @@
-"""Copies to measure on, and two measurements: the computation of a step without communication, and the link."""
+"""Copies to measure on, and originals that stay as they are."""
 
 from __future__ import annotations
 
 import copy
 import random
 import sys
-import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overlap._torch.device import has_streams, synchronize
+from overlap._torch.device import has_streams
 from overlap._torch.optimizer import drop_hooks
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.ranks.board import Agreement
-from overlap.ranks.collectives import all_reduce
 
-__all__ = ["Computing", "Originals", "Training", "computing", "fresh", "generators_restored", "gradients_ms", "loss_of"]
+__all__ = ["Originals", "Training", "generators_restored", "loss_of"]
 
-_LEAST_STEPS, _MOST_STEPS = 2, 30
-# All-reduces grow from here, where latency is a small part, up to the size of the gradients, until one takes long.
-_LINK_BYTES, _LINK_FACTOR, _LINK_MS, _LINK_RUNS = 2**20, 4, 100.0, 3
 _REMEDY = "choose on another run of the model, and give this one that plan: auto(..., plan=Plan.load(path))"
 
 
@@ -114,20 +107,6 @@ def generators_restored(device: torch.device) -> Iterator[None]:
             module.set_rng_state(on_device, device)
 
 
-def fresh(value: Any) -> Any:
-    """A copy of the tensors of a sample: models may change their input in place."""
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, MutableMapping):
-        made = copy.copy(value)
-        for key, one in value.items():
-            made[key] = fresh(one)
-        return made
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(fresh, value))
-    return type(value)(map(fresh, value)) if type(value) in (list, tuple) else value
-
-
 def loss_of(model: nn.Module, loss: Callable[..., Any], sample: Sequence[Any]) -> Tensor:
     """The loss of ``sample``.
 
@@ -144,95 +123,3 @@ def loss_of(model: nn.Module, loss: Callable[..., Any], sample: Sequence[Any]) -
             "that depends on the output"
         )
     return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computing:
-    """A step without communication; times are of the fastest step, of the slowest rank."""
-
-    backward_ms: float
-    """Of the forward, the loss and the backward."""
-    update_ms: float
-    gradient_bytes: int
-    buffer_bytes: int
-    state_bytes: int
-    """Of the optimizer."""
-    is_sparse: bool
-    """Whether a gradient is sparse."""
-
-    def __str__(self) -> str:
-        return (
-            f"forward and backward {self.backward_ms:.2f} ms, update {self.update_ms:.2f} ms, "
-            f"{self.gradient_bytes / 1e6:.2f} MB of gradients"
-        )
-
-
-def computing(training: Training, sample: Sequence[Any], *, seconds: float, agreement: Agreement) -> Computing:
-    """Train ``training``, a copy, for about ``seconds``; every rank takes the same number of steps.
-
-    Raises:
-        ConfigurationError: the ranks have different models.
-    """
-    device = training.device
-    named = training.model.named_parameters()
-    models = agreement.agree([[name, list(p.shape), str(p.dtype)] for name, p in named if p.requires_grad])
-    if any(other != models[0] for other in models):
-        raise ConfigurationError("ranks have different models: give the same on all")
-    backward_ms: list[float] = []
-    update_ms: list[float] = []
-
-    def step() -> None:
-        batch = fresh(sample)
-        training.optimizer.zero_grad()
-        start_s = now_s(device)
-        loss_of(training.model, training.loss, batch).backward()
-        middle_s = now_s(device)
-        training.optimizer.step()
-        backward_ms.append(1e3 * (middle_s - start_s))
-        update_ms.append(1e3 * (now_s(device) - middle_s))
-
-    for _ in range(_LEAST_STEPS):
-        step()
-    step_ms = max(backward_ms[-1] + update_ms[-1], 1e-3)
-    for _ in range(agreement.from_rank_0(min(_MOST_STEPS, int(1e3 * seconds / step_ms)))):
-        step()
-    trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
-    # The first step allocates.
-    own = [min(backward_ms[1:]), min(update_ms[1:]), any(p.grad is not None and p.grad.is_sparse for p in trained)]
-    slowest = [max(values) for values in zip(*agreement.agree(own), strict=True)]
-    return Computing(
-        backward_ms=slowest[0],
-        update_ms=slowest[1],
-        gradient_bytes=sum(parameter.nbytes for parameter in trained),
-        buffer_bytes=sum(buffer.nbytes for buffer in training.model.buffers()),
-        state_bytes=sum(
-            value.nbytes
-            for state in training.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ),
-        is_sparse=slowest[2],
-    )
-
-
-def gradients_ms(group: dist.ProcessGroup, nbytes: int, *, device: torch.device, agreement: Agreement) -> float:
-    """How long the link is busy with ``nbytes`` of gradients: their part of the fastest of some large all-reduces."""
-    size = _LINK_BYTES
-    while True:
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        times_ms = []
-        for _ in range(_LINK_RUNS):
-            start_s = now_s(device)
-            all_reduce(buffer, group=group)
-            times_ms.append(1e3 * (now_s(device) - start_s))
-        took_ms: float = max(agreement.agree(min(times_ms)))
-        if size >= nbytes or took_ms > _LINK_MS:
-            return took_ms * nbytes / size
-        size = min(nbytes, _LINK_FACTOR * size)
-
-
-def now_s(device: torch.device) -> float:
-    """The time, when ``device`` has done what is queued."""
-    if has_streams(device):
-        synchronize(device)
-    return time.perf_counter()

@@ -1,0 +1,431 @@
+"""`overlap.auto`: the fastest chain for a model on the link between its ranks, and the :class:`Plan` that it makes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import Optimizer
+
+from overlap._checks import check_group, check_number, described, told
+from overlap._torch.ddp import uncompiled
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
+from overlap.plan.candidates import METHODS, PLAIN, Candidate, allowed, build, obstacle, wrap
+from overlap.plan.copies import Originals, Training, generators_restored
+from overlap.plan.race import Race
+from overlap.ranks.board import Agreement
+
+__all__ = ["Plan", "Row", "auto", "check_arguments", "decide", "is_surely_faster", "quartiles"]
+
+# By how much a candidate must be faster than plain DDP to take its place.
+_MARGIN = 0.02
+# How often a candidate that is no faster may win so many rounds.
+_CHANCE = 1 / 32
+# A model with no more gradients has one bucket, of whatever size.
+_FIRST_BUCKET_BYTES = 2**20
+_OWN_DDP_OPTIONS = ("module", "process_group", "bucket_cap_mb", "init_sync")
+_VERSION = 3
+_HEADINGS = ("candidate", "update", "ms a step", "of plain DDP", "rounds", "result")
+_plans: weakref.WeakKeyDictionary[DistributedDataParallel, Plan] = weakref.WeakKeyDictionary()
+
+
+def auto(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    sample: Sequence[Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    allow: str | Iterable[str] = ("exact",),
+    updates: Literal["backward", "step"] = "backward",
+    plan: Plan | None = None,
+    seconds: float = 15.0,
+    process_group: dist.ProcessGroup | None = None,
+    ddp_options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> tuple[DistributedDataParallel, Optimizer]:
+    """Wrap ``model`` in DDP with the chain and the bucket size that win a race of real steps on this link.
+
+    Call it on every rank, before the first step. It races chains beside plain DDP for some seconds, on copies: the
+    model, the optimizer and all generators are left as they were. One of them is chosen only if it was faster by more
+    than the noise, and by 2 %. All ranks choose the same. Rank 0 prints a table and the reason. See ``docs/auto.md``.
+
+    Args:
+        model: the model to train, on its device and not in DDP.
+        optimizer: of its parameters.
+        sample: a batch of this rank: the model's inputs, then the target. Not needed with ``plan``.
+        loss: of the output and the target; returns a tensor of one element. A module, or a method of an object, is
+            copied. Not needed with ``plan``.
+        allow: the results that may be chosen besides "exact", which equals plain DDP up to the order of a sum:
+            "16-bit", "8-bit", "low-rank". "sharded" is exact, too, but then a :class:`ZeroRedundancyOptimizer` takes
+            the place of ``optimizer``: make schedulers and hooks for it, and call its ``state_dict`` on every rank.
+        updates: ``"step"`` chooses among chains that update in ``optim.step()``, for a loop that clips or skips between
+            backward and step, uses a ``GradScaler``, or adds up several backwards. With ``"backward"`` the chosen chain
+            may update while backward runs, and such a loop gets an error.
+        plan: measure nothing, and follow this plan: for a run that resumes.
+        seconds: about how long to measure.
+        process_group: the ranks; the default group if ``None``.
+        ddp_options: more arguments of ``DistributedDataParallel``.
+        quiet: print nothing.
+
+    Returns:
+        The model in DDP and the optimizer for the loop. ``Plan.of(ddp)`` is the choice.
+
+    Communication: collectives on a group of its own, which is gone when it returns; then those of DDP's constructor and
+    of registering a chain. Ranks exchange their measurements through the group's store.
+
+    Raises:
+        ConfigurationError: an argument is wrong or differs between ranks, before any collective; or the model cannot be
+            copied.
+        UnsupportedError: the loss reaches the model in another way than by its argument.
+        PeerError: another rank failed.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> ddp, optim = overlap.auto(model, optimizer, sample=(x, y), loss=loss_fn, seconds=0.1, quiet=True)
+    >>> for x, y in loader:
+    ...     optim.zero_grad()
+    ...     loss_fn(ddp(x), y).backward()
+    ...     optim.step()
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigurationError(
+            "auto measures the link between ranks, but there is no process group: call "
+            "torch.distributed.init_process_group first"
+        )
+    group: Any = check_group("process_group", process_group) or dist.group.WORLD
+    end_s = time.monotonic()
+    with Agreement(group, "call overlap.auto") as agreement:
+        options = {} if ddp_options is None else ddp_options
+        allow = allow if isinstance(allow, str) or not isinstance(allow, Iterable) else tuple(allow)
+        check_arguments(
+            model=model, optimizer=optimizer, sample=sample, loss=loss, allow=allow, updates=updates, plan=plan,
+            seconds=seconds, ddp_options=options,
+        )  # fmt: skip
+        end_s += seconds
+        trained = [[name, list(p.shape), str(p.dtype)] for name, p in model.named_parameters() if p.requires_grad]
+        candidates = allowed(allow, updates)
+        given = {
+            "plans": None if plan is None else str(plan.candidate),
+            "models": trained,
+            "candidates (allow=, updates=)": [str(one) for one in candidates],
+        }
+        of_ranks = agreement.agree(given)
+        for what in given:
+            values = [of_rank[what] for of_rank in of_ranks]
+            if any(value != values[0] for value in values):
+                shown = f", {values}" if what == "plans" else ""
+                raise ConfigurationError(f"ranks were given different {what}{shown}: give the same on all")
+        if plan is None:
+            assert sample is not None and loss is not None
+            chosen = _raced(Training(model, optimizer, loss), sample, candidates, options, group, agreement, end_s)
+        else:
+            chosen = plan
+            if plan.ranks != agreement.size or plan.parameters not in (None, len(trained)):
+                raise ConfigurationError(
+                    f"plan was made for {plan.ranks} ranks and a model with {plan.parameters} trained parameters; here "
+                    f"are {agreement.size} and {len(trained)}: leave plan out, and choose anew"
+                )
+        ddp = wrap(model, chosen.candidate, group, **options)
+        optim = build(ddp, optimizer, chosen.candidate)
+    _plans[ddp] = chosen
+    if agreement.rank == 0 and plan is None and not quiet:
+        print(chosen)
+    return ddp, optim
+
+
+def _raced(
+    own: Training,
+    sample: Sequence[Any],
+    candidates: list[Candidate],
+    ddp_options: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    agreement: Agreement,
+    end_s: float,
+) -> Plan:
+    """The plan that a race decides. The originals are as before when it returns."""
+    originals = Originals(own)
+    parameters = [parameter for parameter in own.model.parameters() if parameter.requires_grad]
+    if sum(parameter.nbytes for parameter in parameters) <= _FIRST_BUCKET_BYTES:
+        candidates = [one for one in candidates if one.bucket_cap_mb is None]
+    notes: dict[Candidate, str] = {}
+    try:
+        with (
+            generators_restored(own.device),
+            Race(agreement, group, originals.copied, sample, ddp_options=ddp_options) as race,
+        ):
+            race.add_baseline()
+            originals.check()
+            refused = {one.method: obstacle(METHODS[one.method], own.optimizer) for one in candidates}
+            if race.is_sparse:
+                refused |= {name: "gradients are sparse" for name in refused if name != PLAIN.method}
+            for of_rank in agreement.agree({name: why for name, why in refused.items() if why is not None}):
+                notes |= {one: of_rank[one.method] for one in candidates if one.method in of_rank}
+            last = race.run([one for one in candidates if one not in notes and one != PLAIN], end_s=end_s)
+    finally:
+        originals.check()
+    notes.update(race.refused)
+    rows = [
+        Row(
+            method=one.method,
+            bucket_cap_mb=one.bucket_cap_mb,
+            measured_ms=statistics.median(race.samples[one]) if race.samples.get(one) else None,
+            ratio=quartiles(race.ratios[one]) if race.ratios.get(one) else None,
+            rounds=len(race.samples.get(one, ())),
+            note=notes.get(one, ""),
+        )
+        for one in candidates
+    ]
+    candidate, reason = decide(last, [] if last is None else race.ratios[last], more_s=race.more_s)
+    return Plan(
+        method=candidate.method,
+        bucket_cap_mb=candidate.bucket_cap_mb,
+        ranks=agreement.size,
+        rows=tuple(sorted(rows, key=lambda row: (row.measured_ms is None, row.measured_ms))),
+        reason=reason,
+        parameters=len(parameters),
+    )
+
+
+def check_arguments(
+    *,
+    model: Any,
+    optimizer: Any,
+    sample: Any,
+    loss: Any,
+    allow: Any,
+    updates: Any,
+    plan: Any,
+    seconds: Any,
+    ddp_options: Any,
+) -> None:
+    """Raises: ConfigurationError, UnsupportedError: an argument of :func:`auto` is wrong; the message names it."""
+    _check_model(model)
+    _check_optimizer(optimizer, model)
+    allowed(allow, updates)
+    check_number("seconds", seconds, above=0)
+    if not isinstance(ddp_options, Mapping):
+        raise ConfigurationError(
+            f"ddp_options={told(ddp_options)} is not a dict of DistributedDataParallel's arguments"
+        )
+    for name in _OWN_DDP_OPTIONS:
+        if name in ddp_options:
+            raise ConfigurationError(f"ddp_options has {name!r}, which auto gives to DDP itself: leave it out")
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise ConfigurationError(f"plan is a {described(plan)}: give Plan.load(path), or leave it out")
+        return
+    if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+        got = f"{len(sample)} entries" if isinstance(sample, (tuple, list)) else described(sample)
+        raise ConfigurationError(
+            f"sample is {got}: give a batch of this rank as a tuple, sample=(x, y), with as many inputs as the model "
+            "takes before the target"
+        )
+    if not callable(loss):
+        raise ConfigurationError(
+            f"loss is a {described(loss)}: give a function of output and target, such as "
+            "torch.nn.functional.cross_entropy"
+        )
+
+
+def _check_model(model: Any) -> None:
+    model = uncompiled(model)
+    if not isinstance(model, nn.Module) or isinstance(model, (DistributedDataParallel, DataParallel)):
+        raise ConfigurationError(
+            f"model is a {described(model)}: give the torch.nn.Module that is to be trained, such as ddp.module; "
+            "auto wraps it in DDP"
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ConfigurationError(
+                f"model has {name!r}, which is made in the first forward: run one before the optimizer is made"
+            )
+    devices = len({parameter.device for parameter in model.parameters() if parameter.requires_grad})
+    if devices != 1:
+        raise ConfigurationError(f"model has trained parameters on {devices} devices: auto chooses for one on one")
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    kind = described(optimizer)
+    is_wrapper = isinstance(optimizer, (OverlappedOptimizer, ZeroRedundancyOptimizer))
+    if is_wrapper or not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"optimizer is a {kind}: give a plain torch.optim.Optimizer, such as "
+            "torch.optim.AdamW(model.parameters(), lr=1e-3); auto wraps it as its choice needs"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"optimizer is a {kind}, whose step() needs a closure, and auto measures loops that call step() alone: "
+            "use plain DDP with it"
+        )
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if own.isdisjoint(model.parameters()):
+        raise ConfigurationError("optimizer has none of the model's parameters: make it from model.parameters()")
+
+
+# The decision -------------------------------------------------------------------------------------------------------
+
+
+def is_surely_faster(ratios: Sequence[float]) -> bool:
+    """Whether steps that took these parts of plain DDP's are faster by more than the noise.
+
+    The median must be at most 0.98, and so many rounds won that it would happen to a candidate that is no faster once
+    in 32 times (the sign test, which knows nothing of how noise is distributed): 5 of 5, 9 of 10, 21 of 30.
+
+    >>> is_surely_faster([0.9, 0.95, 0.9, 0.97, 0.96])
+    True
+    >>> is_surely_faster([0.9, 0.95, 0.9, 0.97, 1.01]), is_surely_faster([0.9, 0.9, 0.9, 0.9])
+    (False, False)
+    """
+    rounds, won = len(ratios), sum(ratio < 1 for ratio in ratios)
+    by_chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
+    return bool(ratios) and statistics.median(ratios) <= 1 - _MARGIN and by_chance <= _CHANCE
+
+
+def decide(last: Candidate | None, ratios: Sequence[float], *, more_s: float) -> tuple[Candidate, str]:
+    """The candidate to build, and the reason: ``last`` won the race, with these ``ratios`` in its last heat.
+
+    ``more_s`` is how many seconds more a race of all would have taken, 0 where all have raced.
+    """
+    more = f" Not all have raced: that takes {math.ceil(more_s)} seconds more, see seconds=." if more_s else ""
+    if last is None:
+        return PLAIN, f"Plain DDP stays: no other candidate was raced.{more}"
+    took = "took {1:.3f} of plain DDP's step (quartiles {0:.3f} and {2:.3f})".format(*quartiles(ratios))
+    took += f" and won {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rounds."
+    if not is_surely_faster(ratios):
+        within = f"That is within the noise, or more than {1 - _MARGIN:.2f}."
+        return PLAIN, f"Plain DDP stays: the best of the others, {last}, {took} {within}{more}"
+    if not METHODS[last.method].is_deferred:
+        took += (
+            " It updates in backward: a loop that clips, scales or skips between backward and step, or runs several "
+            "backwards a step, needs updates='step'."
+        )
+    return last, f"{last} was chosen: it {took}{more}"
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The lower quartile, the median and the upper quartile."""
+    if len(values) == 1:
+        return [*values] * 3
+    return [round(value, 4) for value in statistics.quantiles(values, method="inclusive")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A candidate and its last heat of the race."""
+
+    method: str
+    bucket_cap_mb: float | None
+    measured_ms: float | None = None
+    """A step, by the median of the rounds; ``None`` if it was not raced."""
+    ratio: list[float] | None = None
+    """Its step as a part of plain DDP's in the same round: lower quartile, median, upper quartile."""
+    rounds: int = 0
+    note: str = ""
+    """Why it was not raced, or may not be chosen."""
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.method, self.bucket_cap_mb)
+
+    @property
+    def kind(self) -> str:
+        return METHODS[self.method].kind
+
+    @property
+    def update(self) -> str:
+        return METHODS[self.method].update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A choice, with the measurements that it was made from. ``print(plan)`` shows the table and the reason.
+
+    >>> plan = Plan(method="ddp", bucket_cap_mb=None, ranks=2, rows=(), reason="plain DDP was fastest")
+    >>> plan.candidate
+    Candidate(method='ddp', bucket_cap_mb=None)
+    """
+
+    method: str
+    """A name in the table's first column."""
+    bucket_cap_mb: float | None
+    """DDP's option of that name."""
+    ranks: int
+    rows: tuple[Row, ...]
+    reason: str
+    parameters: int | None = None
+    """How many tensors are trained."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigurationError(f"method={self.method!r} is not one of {', '.join(METHODS)}")
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.method, self.bucket_cap_mb)
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel) -> Plan:
+        """The plan from which :func:`overlap.auto` made ``ddp``.
+
+        Raises:
+            ConfigurationError: it made no such model.
+        """
+        plan = _plans.get(ddp)
+        if plan is None:
+            raise ConfigurationError("overlap.auto has not made this model: give the first that it returned")
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for :meth:`load`; one rank is enough, since all have the same."""
+        Path(path).write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that :meth:`save` wrote.
+
+        Raises:
+            ConfigurationError: the file is not there, or holds something else.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            if (version := fields.pop("version", None)) != _VERSION:
+                raise ValueError(f"version {version}, this is version {_VERSION}: leave plan out, and choose anew")
+            return cls(**{**fields, "rows": tuple(Row(**row) for row in fields["rows"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{str(path)!r} is not a plan that Plan.save wrote: {error}") from None
+
+    def __str__(self) -> str:
+        """The rows as a table, the chosen one marked, and the reason."""
+        lines = [("", *_HEADINGS), *(self._cells(row) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [
+            f"{mark:{widths[0]}}  {name:{widths[1]}}  {update:{widths[2]}}  {ms:>{widths[3]}}  {ratio:>{widths[4]}}  "
+            f"{rounds:>{widths[5]}}  {result}"
+            for mark, name, update, ms, ratio, rounds, result in lines
+        ]
+        return "\n".join([*table, "", self.reason])
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        return (
+            ">" if row.candidate == self.candidate else "",
+            str(row.candidate),
+            row.update,
+            "-" if row.measured_ms is None else f"{row.measured_ms:.2f}",
+            "-" if row.ratio is None else "{1:.3f} ({0:.3f} to {2:.3f})".format(*row.ratio),
+            str(row.rounds or "-"),
+            f"{row.kind}{f' ({row.note})' if row.note else ''}",
+        )

@@ -1,0 +1,428 @@
+"""The state of one rank: model, optimizers and stages; and the same of another number of ranks.
+
+Each part of a state has one rule for another number of ranks; see docs/resuming.md.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from overlap._checks import check_ddp
+from overlap._torch.ddp import plain_name, registered_hook
+from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.hooks import Stage, StageHook
+from overlap.hooks.adapters import HookStage, hook_name
+from overlap.hooks.engine.registration import registration_of
+from overlap.hooks.stage import is_same_state, redistributed, updates_of, walk
+from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.optimizer import OptimizerProxy
+from overlap.optim.phases import Event, Phase
+from overlap.optim.zero.checkpoint import check_part, load_part, part_from_all
+
+__all__ = ["Optim", "Run", "load_state_dict", "note_loaded", "stage_of", "state_dict"]
+
+OneOptim = Optimizer | FunctionalOptimizer
+Optim = OneOptim | Sequence[OneOptim] | None
+State = Mapping[str, Any]
+
+_VERSION = 2
+_KEYS = {"version", "rank", "ranks", "model", "optimizer", "stages"}
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, Any]:
+    """All that this rank needs to resume its run exactly: each rank saves its own.
+
+    It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share; of a ``LocalSGD`` the round,
+    the outer optimizer and a pending average), and the state of the registered stages, nested ones included: error
+    feedback, factors, counters and generators. Gradients, learning rate schedulers, ``GradScaler``, the position in the
+    data and PyTorch's own generators are not in it.
+
+    It is a snapshot in CPU memory, of tensors and plain values: ``torch.load(..., weights_only=True)`` loads it.
+
+    Args:
+        ddp: the model.
+        optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
+            saved.
+
+    Communication: none; waits for gathers and averages that are under way.
+
+    Raises:
+        TrainingLoopError: between backward and ``step()``, since gradients are not saved.
+        ConfigurationError: the model is not in DDP, or has a hook or a state that cannot be saved; or a registered
+            stage updates with an optimizer that is not given.
+
+    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
+    >>> chain(PowerSGD(rank=1), Step(optim)).register(ddp)
+    <chain(PowerSGD(rank=1), Step(SGD, interleaved)) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    >>> optim.step()
+    >>> state = overlap.state_dict(ddp, optim)
+    >>> sorted(state)
+    ['model', 'optimizer', 'rank', 'ranks', 'stages', 'version']
+    """
+    return Run(ddp, optim, "state_dict").state_dict()
+
+
+def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | Sequence[State]) -> None:
+    """Load what :func:`state_dict` returned on this rank; call it on every rank, after stages are registered.
+
+    Given what it returned on all ranks, as a list, it loads this rank's; or, if the number of ranks has changed, this
+    rank's part as described in ``docs/resuming.md``. Everything is compared by name before anything is changed. A plain
+    optimizer's state loads into an ``OverlappedOptimizer``, and the other way round.
+
+    Args:
+        ddp: the model, with the same stages registered as in the run that was saved.
+        optim: its optimizer, or the list of them in the order in which they were saved, or ``None`` if none was; with
+            its parameters in the order in which they were saved.
+        state: this rank's, or the list of those of all ranks.
+
+    Communication: none.
+
+    Raises:
+        ConfigurationError: the state is another rank's, another number of ranks', or another model's, optimizer's or
+            chain's.
+        TrainingLoopError: between backward and ``step()``, where the update was made in backward.
+
+    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
+    >>> registration = chain(PowerSGD(rank=1), Step(optim)).register(ddp)
+    >>> loss_fn(ddp(x), y).backward()
+    >>> optim.step()
+    >>> state = overlap.state_dict(ddp, optim)
+    >>> overlap.load_state_dict(ddp, optim, state)  # in a new process, after the same registration
+    """
+    run = Run(ddp, optim, "load_state_dict")
+    for one in state if isinstance(state, Sequence) else [state]:
+        if not isinstance(one, Mapping) or set(one) != _KEYS or one["version"] != _VERSION:
+            found = sorted(map(str, one)) if isinstance(one, Mapping) else type(one).__name__
+            raise ConfigurationError(
+                f"this is not what overlap.state_dict(ddp, optim) returns (version {_VERSION}): {found}"
+            )
+    run.load_state_dict(run.state_of_rank(state) if isinstance(state, Sequence) else state)
+
+
+class Run:
+    """A model in DDP, its optimizers, and what is registered with it; arguments as of :func:`state_dict`.
+
+    ``function`` is what the user has called, for messages.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, optim: Optim, function: str) -> None:
+        self._ddp = check_ddp(ddp)
+        group = self._ddp.process_group
+        self._rank, self._ranks = group.rank(), group.size()
+        self._stage = stage_of(self._ddp)
+        stages = [] if self._stage is None else list(walk(self._stage))
+        self._classes = None if self._stage is None else [type(one).__name__ for one in stages]
+        found = [getattr(one, "lifecycle", None) for one in stages]
+        self._lifecycles = [lifecycle for lifecycle in found if isinstance(lifecycle, UpdateLifecycle)]
+        self._names = {parameter: plain_name(name) for name, parameter in self._ddp.module.named_parameters()}
+        given = [] if optim is None else list(optim) if isinstance(optim, (list, tuple)) else [optim]
+        self._optimizers = [_inner_optimizer(one) for one in given]
+        if len(set(map(id, self._optimizers))) < len(given):
+            raise ConfigurationError(f"{function} was given one optimizer twice; give each once")
+        covered = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        for update in updates_of(self._stage.sequence) if self._stage is not None and given else ():
+            if any(id(parameter) not in covered for parameter in update.updated):
+                raise ConfigurationError(
+                    f"{update!r} is registered, and {function} was not given its optimizer, whose state would be lost: "
+                    f"give a list of all, {function}(ddp, [first, second])"
+                )
+
+    def state_dict(self, *, omit: Collection[str] = ()) -> dict[str, Any]:
+        """As :func:`state_dict`, without the parts in ``omit``, of which no copy is made."""
+        for lifecycle in self._lifecycles:
+            if lifecycle.phase in (Phase.BACKWARD, Phase.REDUCED, Phase.APPLIED):
+                raise TrainingLoopError(
+                    f"state_dict() between backward and {lifecycle.form.step}: gradients are not saved, so this step "
+                    f"would be lost; call {lifecycle.form.step} first"
+                )
+        self._wait()
+        parts: dict[str, Callable[[], Any]] = {
+            "version": lambda: _VERSION,
+            "rank": lambda: self._rank,
+            "ranks": lambda: self._ranks,
+            "model": lambda: _with_plain_names(self._ddp.module.state_dict()),
+            "optimizer": lambda: [self._state_of(one) for one in self._optimizers],
+            "stages": self._state_of_stages,
+        }
+        return {key: _snapshot(part(), f"state_dict()[{key!r}]") for key, part in parts.items() if key not in omit}
+
+    def _state_of_stages(self) -> dict[str, Any] | None:
+        return None if self._stage is None else {"classes": self._classes, "state": self._stage.state_dict()}
+
+    def _state_of(self, optim: Any) -> dict[str, Any]:
+        state: dict[str, Any] = {"class": _class_of(optim), "parameters": self._labels_of(optim)}
+        if isinstance(optim, ZeroRedundancyOptimizer):
+            return {**state, "own": vars(optim.sharded_state().part())}
+        own = dict(optim.state_dict())
+        if isinstance(optim, LocalSGD):  # Its stages are saved with the model's.
+            own["local_sgd"] = {key: value for key, value in own["local_sgd"].items() if key != "stages"}
+        return {**state, "state": own}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: State) -> None:
+        """Load a state of this rank, as :func:`load_state_dict`."""
+        here = self._ddp.module.state_dict()
+        self._check(state, _with_plain_names(here))
+        for lifecycle in self._lifecycles:
+            lifecycle.check(Event.LOAD)
+        self._wait()
+        if self._stage is not None:
+            self._stage.load_state_dict(state["stages"]["state"])
+        self._ddp.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
+        note_loaded(self._ddp)
+        for optim, saved in zip(self._optimizers, state["optimizer"], strict=True):
+            if isinstance(optim, ZeroRedundancyOptimizer):
+                optim.prepare_to_load()
+                load_part(optim.sharded_state(), saved["own"], _in_order(saved))
+            else:
+                _load_in_saved_dtypes(optim, saved["state"])
+
+    def _check(self, state: State, here: State) -> None:
+        """Raises: ConfigurationError: ``state`` is of something else than this run, whose model's is ``here``."""
+        if (state["rank"], state["ranks"]) != (self._rank, self._ranks):
+            raise ConfigurationError(
+                f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {self._rank} of "
+                f"{self._ranks}: each rank loads its own, or, if the number of ranks has changed, the list of all"
+            )
+        saved = state["model"]
+        if set(here) != set(saved):
+            raise ConfigurationError(f"the state is another model's, which {_difference(saved, here)}")
+        for name, value in here.items():
+            if isinstance(value, Tensor) and (value.shape, value.dtype) != (saved[name].shape, saved[name].dtype):
+                raise ConfigurationError(
+                    f"the state is another model's: {name} is {tuple(saved[name].shape)} {saved[name].dtype} in it, "
+                    f"and {tuple(value.shape)} {value.dtype} here"
+                )
+        self._check_stages(state)
+        if len(self._optimizers) != len(state["optimizer"]):
+            raise ConfigurationError(
+                f"the state was saved with {len(state['optimizer'])} optimizers, and load_state_dict was given "
+                f"{len(self._optimizers)}"
+            )
+        for optim, of_one in zip(self._optimizers, state["optimizer"], strict=True):
+            self._check_optimizer(optim, of_one)
+            if isinstance(optim, ZeroRedundancyOptimizer):
+                check_part(optim.sharded_state(), of_one["own"], _in_order(of_one))
+
+    def _check_stages(self, state: State) -> None:
+        then = state["stages"] and state["stages"]["classes"]
+        if self._classes != then:
+            saved, here = ("no stage" if one is None else " > ".join(one) for one in (then, self._classes))
+            raise ConfigurationError(
+                f"the state was saved with {saved} registered, and here {here} is: register the same stages before "
+                "load_state_dict"
+            )
+
+    def _check_optimizer(self, optim: Any, state: State) -> None:
+        if state["class"] != _class_of(optim):
+            raise ConfigurationError(
+                f"the state is of an optimizer of class {state['class']}, but this one is a {_class_of(optim)}: give "
+                "optimizers in the order in which they were saved"
+            )
+        saved, here = state["parameters"], self._labels_of(optim)
+        if len(saved) != len(here):
+            raise ConfigurationError(f"the optimizer's state is of {len(saved)} groups, and there are {len(here)}")
+        for place, (then, now) in enumerate(zip(saved, here, strict=True)):
+            if then != now:
+                raise ConfigurationError(
+                    f"the optimizer's state is of other parameters: group {place} {_difference(then, now)}; make the "
+                    "same groups of the same parameters, in the same order, as in the run that was saved"
+                )
+
+    def _labels_of(self, optim: Any) -> list[list[str]]:
+        """Of each group, the names of its parameters; of those outside of the model, their shapes."""
+        return [
+            [self._names.get(p) or f"outside of the model: {tuple(p.shape)}" for p in group["params"]]
+            for group in optim.param_groups
+        ]
+
+    def _wait(self) -> None:
+        """Wait for gathers that are under way."""
+        for one in self._optimizers:
+            if isinstance(one, ZeroRedundancyOptimizer):
+                one.wait()
+
+    # Another number of ranks.
+
+    def state_of_rank(self, states: Sequence[State]) -> State:
+        """This rank's of the states of all ranks, whatever their number was; parts that all lack are left out.
+
+        Parameters are the same on all old ranks. Of what differs, buffers and the state of a plain optimizer, the inner
+        one of a ``LocalSGD`` too, are those of old rank ``r`` modulo their number; that of a
+        ``ZeroRedundancyOptimizer`` is put together; stages have rules of their own, :meth:`Stage.redistribute`.
+
+        Raises:
+            ConfigurationError: they are not those of all ranks of one run, each once; or they do not belong together,
+                or were saved where ranks have different models.
+        """
+        numbers, sizes = [state["rank"] for state in states], sorted({state["ranks"] for state in states})
+        if sizes != [len(states)] or sorted(numbers) != list(range(len(states))):
+            raise ConfigurationError(
+                f"these are the states of ranks {numbers} of {', '.join(map(str, sizes)) or 'none'}: give those of all "
+                "ranks of one run, each once"
+            )
+        olds = sorted(states, key=lambda state: int(state["rank"]))
+        if len(olds) == self._ranks:
+            return olds[self._rank]
+        base = {**olds[self._rank % len(olds)], "rank": self._rank, "ranks": self._ranks}
+        if "stages" in base:
+            self._check_stages(olds[0])
+        if self._stage is not None and "stages" in base:
+            classes = [old["stages"]["classes"] for old in olds]
+            if classes.count(classes[0]) < len(classes):
+                raise ConfigurationError(f"the states are of runs with different stages, by rank {classes}")
+            memories = [old["stages"]["state"] for old in olds]
+            made = redistributed(self._stage, memories, rank=self._rank, ranks=self._ranks)
+            base["stages"] = {**base["stages"], "state": made}
+        if "optimizer" in base and len(base["optimizer"]) == len(self._optimizers):
+            of_ranks = zip(*(old["optimizer"] for old in olds), strict=True)
+            base["optimizer"] = [self._redistributed(*one) for one in zip(self._optimizers, of_ranks, strict=True)]
+        for name in self._names.values() if "model" in base else ():
+            for rank, old in enumerate(olds):
+                if not is_same_state(old["model"].get(name), olds[0]["model"].get(name)):
+                    raise ConfigurationError(
+                        f"the old ranks had different models: {name} of rank {rank} is not that of rank 0. The states "
+                        "are of different checkpoints, or were saved while ranks train apart: save where they have "
+                        "just averaged, or resume with as many ranks as before"
+                    )
+        return base
+
+    def _redistributed(self, optim: Any, olds: Sequence[State]) -> State:
+        base = olds[self._rank % len(olds)]
+        for old in olds:
+            self._check_optimizer(optim, old)
+        if isinstance(optim, ZeroRedundancyOptimizer):
+            part = part_from_all(optim.sharded_state(), [old["own"] for old in olds], _in_order(base))
+            return {**base, "own": vars(part)}
+        if isinstance(optim, LocalSGD):
+            own = [old["state"] for old in olds]
+            return {**base, "state": LocalSGD.redistribute(own, rank=self._rank, ranks=self._ranks)}
+        return base
+
+
+def stage_of(ddp: DistributedDataParallel) -> Stage | None:
+    """The stage that is registered, by overlap or with DDP itself.
+
+    Raises:
+        ConfigurationError: there is a hook that is not overlap's, and it may remember something.
+    """
+    if (registration := registration_of(ddp)) is not None:
+        for stage in walk(registration.stage):
+            if isinstance(stage, HookStage):
+                _check_hook(*stage.hook)
+        return registration.stage
+    hook, state = registered_hook(ddp) or (None, None)
+    if isinstance(hook, StageHook):
+        return hook.stage(state)
+    _check_hook(hook, state)
+    return None
+
+
+def note_loaded(ddp: DistributedDataParallel) -> None:
+    """Not only the model was loaded, but its stages, too: nothing to warn of."""
+    if (registration := registration_of(ddp)) is not None:
+        registration.loads.on_stages_loaded()
+
+
+def _check_hook(hook: object, state: object) -> None:
+    if state is not None and not isinstance(state, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"the hook {hook_name(hook)} keeps its state in a {type(state).__name__}, which overlap cannot save; "
+            "use overlap's hook of that name, or a stage with a state_dict()"
+        )
+
+
+def _with_plain_names(state: State) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def _inner_optimizer(optim: object) -> Any:
+    """The optimizer of this library in ``optim``, if ``optim`` is a framework's wrapper of one; else ``optim``."""
+    if isinstance(optim, FunctionalOptimizer):
+        return optim.optimizer
+    inner = getattr(optim, "optimizer", None)
+    if not isinstance(optim, OptimizerProxy) and isinstance(inner, (ZeroRedundancyOptimizer, OptimizerProxy)):
+        return inner
+    if not hasattr(optim, "param_groups") or not hasattr(optim, "load_state_dict"):
+        raise ConfigurationError(
+            f"{optim!r} is not an optimizer: give the one whose step() the training loop calls, or the one that the "
+            "registered stage steps"
+        )
+    return optim
+
+
+def _class_of(optim: Any) -> str:
+    """The class of the optimizer that does the arithmetic, and what divides or averages it."""
+    if isinstance(optim, ZeroRedundancyOptimizer):
+        return f"ZeroRedundancyOptimizer({type(optim.optim).__name__})"
+    inner = getattr(optim, "optimizer", None)
+    # An OverlappedOptimizer has the same state whether the update is made in backward or after it.
+    if isinstance(optim, OptimizerProxy) and not isinstance(optim, OverlappedOptimizer):
+        return f"{type(optim).__name__}({_class_of(inner)})"
+    return _class_of(inner) if isinstance(inner, Optimizer) else type(optim).__name__
+
+
+def _in_order(state: State) -> list[range]:
+    """The place of each parameter among those that were saved: the same."""
+    return [range(len(labels)) for labels in state["parameters"]]
+
+
+def _difference(saved: Collection[str], here: Collection[str]) -> str:
+    lacks, adds = ([name for name in one if name not in other] for one, other in ((here, saved), (saved, here)))
+    if not lacks and not adds:
+        return "has them in another order"
+    parts = [f"{verb} {', '.join(names[:3])}" for verb, names in (("lacks", lacks), ("adds", adds)) if names]
+    return " and ".join(parts)
+
+
+def _load_in_saved_dtypes(optim: Any, saved: State) -> None:
+    """``optim.load_state_dict``, which casts state to the parameter's dtype, and then the state as it was saved."""
+    optim.load_state_dict(dict(saved))
+    if not {"state", "param_groups"} <= set(saved):
+        return  # A form of the optimizer's own.
+    parameters = [parameter for group in optim.param_groups for parameter in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=True):
+        for name, value in saved["state"].get(key, {}).items():
+            loaded = optim.state[parameter].get(name)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                optim.state[parameter][name] = value.to(loaded.device, copy=True)
+
+
+def _snapshot(value: Any, where: str) -> Any:
+    """A copy of a nested state with its tensors in CPU memory, which ``torch.load(weights_only=True)`` takes.
+
+    Raises:
+        ConfigurationError: something in it is neither a tensor nor a plain value; ``where`` names it.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        copied = {key: _snapshot(one, f"{where}[{key!r}]") for key, one in value.items()}
+        if not hasattr(value, "_metadata"):
+            return copied
+        of_module: Any = OrderedDict(copied)
+        of_module._metadata = value._metadata
+        return of_module
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, (list, tuple, set)):
+        members = [_snapshot(one, f"{where}[{place}]") for place, one in enumerate(value)]
+        return members if isinstance(value, list) else tuple(members) if isinstance(value, tuple) else set(members)
+    if hasattr(value, "dtype") and hasattr(value, "item"):  # A number of NumPy.
+        return _snapshot(value.item(), where)
+    raise ConfigurationError(
+        f"{where} is a {type(value).__name__}, which is neither a tensor nor a plain value, so "
+        "torch.load(weights_only=True) would refuse it: keep it apart, or as numbers and tensors"
+    )
