@@ -25,7 +25,6 @@ from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.packed_state import load_packed
 from overlap.optim.phases import Event, Phase
-from overlap.optim.zero.checkpoint import check_part, load_part
 from overlap.resume.reshard import check_parameters, class_of, in_order, labels_of, order_of, redistribute
 
 __all__ = ["load_state_dict", "rank_parts", "stage_of", "state_dict", "state_of_rank"]
@@ -277,7 +276,7 @@ def _optimizer_state(optim: Any, names: Names) -> dict[str, Any]:
     """What :func:`_load_optimizer_state` takes."""
     state: dict[str, Any] = {"class": class_of(optim), "parameters": labels_of(optim, names)}
     if isinstance(optim, ZeroRedundancyOptimizer):
-        return {**state, "own": vars(optim.sharded_state().part())}
+        return {**state, "own": optim.sharded_state().pieces()}
     return {**state, "state": _without_stages(optim.state_dict())}
 
 
@@ -292,7 +291,7 @@ def _check_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any]) -
     """Raises: ConfigurationError: ``state`` is of another kind of optimizer, or of other parameters."""
     check_parameters(optim, names, state)
     if isinstance(optim, ZeroRedundancyOptimizer):
-        check_part(optim.sharded_state(), state["own"], order_of(state["parameters"], labels_of(optim, names)))
+        optim.sharded_state().check_pieces(state["own"], order_of(state["parameters"], labels_of(optim, names)))
 
 
 def _load_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any], stages: Mapping[str, Any] | None) -> None:
@@ -300,7 +299,7 @@ def _load_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any], st
     order = order_of(state["parameters"], labels_of(optim, names))
     if isinstance(optim, ZeroRedundancyOptimizer):
         optim.prepare_to_load()
-        load_part(optim.sharded_state(), state["own"], order)
+        optim.sharded_state().load_pieces(state["own"], order)
         return
     packed = dict(state["state"])
     if isinstance(optim, LocalSGD):

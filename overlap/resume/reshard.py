@@ -17,7 +17,7 @@ from overlap.hooks import Stage
 from overlap.hooks.stage import is_same_state, redistributed
 from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.zero.checkpoint import part_from_all
+from overlap.optim.zero.checkpoint import merged
 
 __all__ = ["check_parameters", "class_of", "in_order", "labels_of", "order_of", "redistribute"]
 
@@ -102,10 +102,7 @@ def _divided(optim: Any, names: Names, states: Sequence[State]) -> dict[str, Any
         ConfigurationError: as :func:`check_parameters`; or the states do not belong together.
     """
     check_parameters(optim, names, states[0])
-    here = labels_of(optim, names)
-    order = order_of(states[0]["parameters"], here)
-    part = part_from_all(optim.sharded_state(), [state["own"] for state in states], order)
-    return {**states[0], "parameters": here, "own": vars(part)}
+    return {**states[0], "own": merged([state["own"] for state in states])}
 
 
 def _check_alike(models: Sequence[State], names: Names) -> None:
