@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap.optim.zero.partition import Extent, Partition
@@ -14,6 +14,7 @@ UNITS = st.sampled_from(["element", "parameter"])
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
+@settings(deadline=None)
 @given(SIZES, st.integers(1, 7), UNITS, ITEMSIZES)
 def test_every_element_has_one_owner_and_ranks_own_alike(
     numels: list[int], ranks: int, unit: str, itemsize: int
@@ -28,6 +29,7 @@ def test_every_element_has_one_owner_and_ranks_own_alike(
     assert (max(owned) - min(owned)) * itemsize <= (2 * 128 if unit == "element" else max(numels) * itemsize)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3000), st.booleans()), min_size=1, max_size=40), st.integers(1, 7), UNITS)
 def test_each_pool_is_balanced_by_itself(parameters: list[tuple[int, bool]], ranks: int, unit: str) -> None:
     everyone = Partition(unit, ranks).assign([Extent(numel, 4, pool) for numel, pool in parameters])
@@ -38,6 +40,7 @@ def test_each_pool_is_balanced_by_itself(parameters: list[tuple[int, bool]], ran
         assert max(owned) - min(owned) <= (64 if unit == "element" else largest)
 
 
+@settings(deadline=None)
 @given(SIZES, st.integers(1, 5), UNITS, st.integers(0, 39), st.integers(0, 4))
 def test_flat_and_packed_order_are_cut_into_the_same_pieces(
     numels: list[int], ranks: int, unit: str, left_out: int, rank: int
