@@ -350,7 +350,8 @@ class ZeroStep(Update[ShardedLayout]):
 
     def begin(self) -> None:
         self._gathers = []
-        self._vote.begin()
+        if self.lifecycle.outcome is Phase.REDUCED:
+            self._vote.begin()
         self.zero.begin()
         if self.memory is not None:
             self.memory.begin()
