@@ -106,11 +106,6 @@ def group_store(group: dist.ProcessGroup) -> Store:
     return kept
 
 
-def group_exists(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` has not been destroyed."""
-    return group in distributed_c10d._world.pg_map
-
-
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout of collectives on ``group``."""
     try:

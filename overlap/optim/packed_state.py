@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Order", "as_plain", "cloned", "fingerprint", "tensors_in"]
+__all__ = ["as_plain", "cloned", "fingerprint", "tensors_in"]
 
 # A fingerprint spells out tensors of up to so many elements; of larger ones it has a digest.
 _SPELLED_NUMEL = 4
-
-Order = Sequence[Sequence[int]]
-"""Of each group, the place of each of its parameters in the group that was saved."""
 
 
 def tensors_in(value: object) -> list[Tensor]:

@@ -26,7 +26,7 @@ from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, Ze
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.phases import Event, Phase
-from overlap.optim.zero.checkpoint import check_part, load_part, part_from_all
+from overlap.optim.zero.checkpoint import merged
 
 __all__ = ["Optim", "Run", "load_state_dict", "note_loaded", "stage_of", "state_dict"]
 
@@ -163,7 +163,7 @@ class Run:
     def _state_of(self, optim: Any) -> dict[str, Any]:
         state: dict[str, Any] = {"class": _class_of(optim), "parameters": self._labels_of(optim)}
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**state, "own": vars(optim.sharded_state().part())}
+            return {**state, "own": optim.sharded_state().pieces()}
         own = dict(optim.state_dict())
         if isinstance(optim, LocalSGD):  # Its stages are saved with the model's.
             own["local_sgd"] = {key: value for key, value in own["local_sgd"].items() if key != "stages"}
@@ -184,7 +184,7 @@ class Run:
         for optim, saved in zip(self._optimizers, state["optimizer"], strict=True):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.prepare_to_load()
-                load_part(optim.sharded_state(), saved["own"], _in_order(saved))
+                optim.sharded_state().load_pieces(saved["own"])
             else:
                 _load_in_saved_dtypes(optim, saved["state"])
 
@@ -213,7 +213,7 @@ class Run:
         for optim, of_one in zip(self._optimizers, state["optimizer"], strict=True):
             self._check_optimizer(optim, of_one)
             if isinstance(optim, ZeroRedundancyOptimizer):
-                check_part(optim.sharded_state(), of_one["own"], _in_order(of_one))
+                optim.sharded_state().check_pieces(of_one["own"])
 
     def _check_stages(self, state: State) -> None:
         then = state["stages"] and state["stages"]["classes"]
@@ -303,8 +303,7 @@ class Run:
         for old in olds:
             self._check_optimizer(optim, old)
         if isinstance(optim, ZeroRedundancyOptimizer):
-            part = part_from_all(optim.sharded_state(), [old["own"] for old in olds], _in_order(base))
-            return {**base, "own": vars(part)}
+            return {**base, "own": merged([old["own"] for old in olds])}
         if isinstance(optim, LocalSGD):
             own = [old["state"] for old in olds]
             return {**base, "state": LocalSGD.redistribute(own, rank=self._rank, ranks=self._ranks)}
@@ -371,11 +370,6 @@ def _class_of(optim: Any) -> str:
     if isinstance(optim, OptimizerProxy) and not isinstance(optim, OverlappedOptimizer):
         return f"{type(optim).__name__}({_class_of(inner)})"
     return _class_of(inner) if isinstance(inner, Optimizer) else type(optim).__name__
-
-
-def _in_order(state: State) -> list[range]:
-    """The place of each parameter among those that were saved: the same."""
-    return [range(len(labels)) for labels in state["parameters"]]
 
 
 def _difference(saved: Collection[str], here: Collection[str]) -> str:

@@ -1,11 +1,15 @@
-"""The state in files, of which each rank writes its part: at any number of ranks it loads again.
+"""The state in pieces: each rank names its own, and from the pieces of any number of ranks any number loads.
 
-*Through torch.distributed.checkpoint*, a value with one element for every element of a parameter is saved in pieces,
-one per rank, as plain tensors named by the elements that they hold: ``3/exp_avg/0:512``. A reader with another number
-of ranks finds the pieces that overlap with its own elements, and reads only these.
+A value with one element for every element of a parameter is a flat piece named by the elements that it holds, in the
+order of the parameter's memory: ``3/exp_avg/0:512``. Other values, such as ``3/step``, are the same on every rank that
+has them. ``manifest`` has what belongs to no parameter, and how the parameters lay in memory. A reader finds the pieces
+that overlap with its own elements, and reads only these. All forms of a saved state are made of pieces:
 
-*Of a rank by itself*, in ``overlap.state_dict``, it is a :class:`Part`. The same rank of as many ranks loads it as it
-is; for another number of ranks those of all old ranks are assembled, and divided anew.
+- :meth:`ShardedState.to_save`, for ``torch.distributed.checkpoint``, whose files have the pieces of all ranks;
+- the pieces of one rank, in ``overlap.state_dict``, which that rank loads as they are; :func:`merged`, those of all
+  ranks are for any number of them;
+- :meth:`ShardedState.consolidate`, where one rank puts together those of all to the ``state_dict()`` of the plain
+  optimizer.
 """
 
 from __future__ import annotations
@@ -15,157 +19,422 @@ import itertools
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.packed_state import Order, cloned
-from overlap.optim.zero.shards import flatten
-from overlap.optim.zero.state import (
-    Part,
-    ShardedState,
-    assemble,
-    check_divisible,
-    difference,
-    is_per_element,
-    packed,
-    piece_of,
-)
+from overlap.optim.packed_state import as_plain, cloned, tensors_in
+from overlap.optim.zero.partition import Range, copy_options, options_of
+from overlap.optim.zero.shards import Shard, flatten
+from overlap.optim.zero.state import check_divisible, is_per_element
+from overlap.ranks.collectives import of_all_ranks, on_rank
 
-__all__ = ["check_part", "load_part", "load_pieces", "part_from_all", "pieces_to_save"]
+__all__ = ["Pieces", "ShardedState", "merged", "packed"]
+
+Pieces = Mapping[str, Any]
 
 _MANIFEST = "manifest"
+# The key of a parameter's master, its copy in a wider dtype.
+_MASTER = "master_param"
+# In a file, at the end of a name: the value is not a tensor, and is saved in the form of one.
+_PACKED = "/packed"
+_NAME = re.compile(rf"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):(?P<end>\d+)|{_PACKED})?")
+_CPU = torch.device("cpu")
+# Of the parameters whose state is gathered at a time.
+_BLOCK_BYTES = 16 * 2**20
 
-# In a name, instead of elements: the value is not a tensor, and is saved in the form of one.
-_PACKED = "packed"
 
+@dataclass(frozen=True)
+class ShardedState:
+    """The optimizer of this rank's chunks, and the parameters to which they belong."""
 
-def pieces_to_save(sharded: ShardedState) -> dict[str, Any]:
-    """This rank's part of the state by name, as views if possible. Communication: one gather of a few bytes per
-    value."""
-    part = sharded.part()
-    shared = sharded.agreed(part)
-    manifest = {
-        "state": shared.beside,
-        "entries": shared.entries,
-        "dtypes": part.dtypes,
-        "options": part.options,
-        "strides": [list(strides) for strides in part.strides],
-        **_sizes(sharded),
-    }
-    saved: dict[str, Any] = {_MANIFEST: _to_tensor(manifest)}
-    for index, state in part.state.items():
-        shard = sharded.shards[index]
-        numel = shard.parameter.numel()
-        start, end = (0, numel) if shard.is_whole else shard.range
-        for key, value in state.items():
-            if isinstance(value, (dict, list, tuple)):
-                saved[f"{index}/{key}/{_PACKED}"] = _to_tensor(value)
-            elif shard.own is None or not is_per_element(value, tuple(shard.own.shape)):
-                saved[f"{index}/{key}"] = value
+    optimizer: Optimizer
+    param_groups: Sequence[dict[str, Any]]
+    """The groups of whole parameters."""
+    shards: Sequence[Shard]
+    """The shard of each parameter, in the groups' order."""
+    process_group: dist.ProcessGroup
+
+    # Saving.
+
+    def pieces(self) -> dict[str, Any]:
+        """This rank's pieces, as views if possible.
+
+        Raises:
+            UnsupportedError: a value of a parameter that is cut cannot be divided.
+        """
+        packed = self.optimizer.state_dict()
+        chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+        place_of = {id(chunk): place for place, chunk in enumerate(chunks)}
+        found: dict[str, Any] = {_MANIFEST: self._manifest(packed, len(chunks))}
+        for index, shard in enumerate(self.shards):
+            if shard.own is None:
+                continue
+            state = as_plain(packed["state"].get(place_of[id(shard.own)], {}))
+            check_divisible(self.optimizer, shard, state, shard.own.shape)
+            if shard.has_master:
+                state = {**state, _MASTER: shard.own}
+            held = (0, shard.parameter.numel()) if shard.is_whole else shard.range
+            found |= _named(index, state, shard.own.shape, held, shard.strides)
+        return found
+
+    def _manifest(self, packed: Mapping[str, Any], chunks: int) -> dict[str, Any]:
+        return {
+            "state": as_plain({key: value for key, value in packed["state"].items() if key not in range(chunks)}),
+            "entries": as_plain(_entries(packed)),
+            "options": [as_plain(options_of(group)) for group in self.param_groups],
+            "dtypes": [shard.dtype for shard in self.shards],
+            "strides": [list(shard.strides) for shard in self.shards],
+            "groups": [len(group["params"]) for group in self.param_groups],
+            "shapes": [list(shard.parameter.shape) for shard in self.shards],
+            "ranges": [list(shard.range) for shard in self.shards],
+        }
+
+    def without_values(self) -> dict[str, Any]:
+        """The consolidated state of an optimizer that has none of any parameter."""
+        manifest = self.pieces()[_MANIFEST]
+        return {"state": dict(manifest["state"]), **manifest["entries"]}
+
+    @property
+    def _leader(self) -> int:
+        """The rank whose manifest counts: the first that has something to step."""
+        owning = (rank for shard in self.shards for rank, (start, end) in enumerate(shard.ranges) if start < end)
+        return min(owning, default=0)
+
+    def to_save(self) -> dict[str, Any]:
+        """This rank's pieces for ``torch.distributed.checkpoint``, all of them tensors or numbers."""
+        rank = self.process_group.rank()
+        saved: dict[str, Any] = {}
+        for name, value in self.pieces().items():
+            if name == _MANIFEST:
+                # Of one rank, so it holds for all.
+                shared = {key: one for key, one in value.items() if key != "ranges"}
+                saved |= {name: _to_tensor(shared)} if rank == self._leader else {}
+            elif isinstance(value, (dict, list, tuple)):
+                saved[name + _PACKED] = _to_tensor(value)
             # An empty piece is written only if there is no other one to show that the value exists.
-            elif start < end or (not numel and sharded.process_group.rank() == 0):
-                saved[f"{index}/{key}/{start}:{end}"] = flatten(piece_of(shard, value)) if shard.is_whole else value
-    return saved
+            elif not isinstance(value, Tensor) or value.numel() or (name.endswith("/0:0") and rank == 0):
+                saved[name] = value
+        return saved
+
+    def consolidate(self, to: int | None, pieces: Pieces) -> dict[str, Any] | None:
+        """Gather the state, of which this rank has ``pieces``, in the form of the plain optimizer on rank ``to``, or on
+        all ranks, by one gather for each block of parameters; returns ``None`` on the other ranks. The groups are left
+        out.
+        """
+        rank, ranks = self.process_group.rank(), self.process_group.size()
+        if to is not None and not 0 <= to < ranks:
+            raise ConfigurationError(
+                f"consolidate_state_dict(to={to}): ranks of the group are 0 to {ranks - 1}, and None stands for all"
+            )
+        manifest, group = pieces[_MANIFEST], self.process_group
+        ends_bytes = list(itertools.accumulate(shard.parameter.nbytes for shard in self.shards))
+        blocks: dict[int, dict[str, Any]] = {end // _BLOCK_BYTES: {} for end in ends_bytes}
+        for name, value in pieces.items():
+            if name != _MANIFEST:
+                blocks[ends_bytes[int(name.partition("/")[0])] // _BLOCK_BYTES][name] = value
+        state: dict[Any, Any] = {}
+        for mine in blocks.values():
+            given = {_MANIFEST: manifest, **cloned(mine, device=_CPU)}
+            gathered = of_all_ranks(given, group) if to is None else on_rank(to, given, group)
+            if gathered is not None:
+                manifest = gathered[self._leader][_MANIFEST]
+                everyone = {name: value for one in gathered for name, value in one.items()}
+                state |= self._joined(everyone, manifest, is_whole=True)
+        if to not in (None, rank):
+            return None
+        return {"state": {**state, **manifest["state"]}, **manifest["entries"]}
+
+    # Loading.
+
+    def check_pieces(self, pieces: Pieces) -> None:
+        """Raises: ConfigurationError: ``pieces`` lack elements of this rank."""
+        if _MANIFEST not in pieces:
+            raise ConfigurationError(
+                "the state of a ZeroRedundancyOptimizer was saved by an earlier version of overlap: load it there, and "
+                "save zero.sharded_state_dict(), which every version loads"
+            )
+        manifest = pieces[_MANIFEST]
+        self._check_sizes(manifest)
+        for index, shard in enumerate(self.shards) if "ranges" in manifest else ():
+            if manifest["ranges"][index] != list(shard.range):
+                raise self._other_share(shard, f"range {manifest['ranges'][index]} then, {list(shard.range)} now")
+        self._places(pieces, manifest)
+
+    def load_pieces(self, pieces: Pieces) -> None:
+        """Load ``pieces`` that have passed :meth:`check_pieces`, after the model's parameters."""
+        self._load(pieces, pieces[_MANIFEST])
+
+    def load_checkpoint(self, checkpoint: Any, key: str) -> None:
+        """Load this rank's part of a :meth:`to_save` of any number of ranks, saved under ``key``."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
+        prefix = f"{key}." if key else ""
+        try:
+            saved = reader.read_metadata().state_dict_metadata
+        except FileNotFoundError as error:
+            raise ConfigurationError(
+                f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint"
+            ) from error
+        if not isinstance(saved.get(prefix + _MANIFEST), TensorStorageMetadata):
+            raise ConfigurationError(
+                f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
+            )
+
+        def read(names: Iterable[str]) -> dict[str, Any]:
+            wanted: dict[str, Any] = {}
+            for name in names:
+                found = saved[prefix + name]
+                wanted[prefix + name] = None
+                if isinstance(found, TensorStorageMetadata):
+                    wanted[prefix + name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
+            load(wanted, storage_reader=reader, process_group=self.process_group)
+            return {name: wanted[prefix + name] for name in names}
+
+        manifest = _from_tensor(read([_MANIFEST])[_MANIFEST])
+        self._check_sizes(manifest)
+        names = sorted(name.removeprefix(prefix) for name in saved if name.startswith(prefix))
+        values = read(self._places(names, manifest))
+        packed = [name for name in values if name.endswith(_PACKED)]
+        values |= {name.removesuffix(_PACKED): _from_tensor(values.pop(name)) for name in packed}
+        self._load(values, manifest)
+
+    def load_whole(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> None:
+        """Load this rank's part of a state in the form of the plain optimizer; ``dtypes`` are those in which the
+        parameters were stepped, if known.
+
+        Raises:
+            ConfigurationError: it belongs to other parameters.
+            UnsupportedError: a value of a parameter that is to be cut cannot be divided.
+        """
+        if not {"state", "param_groups"} <= set(state_dict):
+            hint = "; state_dict() is empty on ranks to which it was not consolidated" if not state_dict else ""
+            raise ConfigurationError(
+                f"this is not a state_dict of an optimizer: its keys are {sorted(map(str, state_dict))}{hint}"
+            )
+        groups = state_dict["param_groups"]
+        keys = [key for group in groups for key in group["params"]]
+        manifest = {
+            "state": {key: value for key, value in state_dict["state"].items() if key not in keys},
+            "entries": _entries(state_dict),
+            "options": [options_of(group) for group in groups],
+            "dtypes": dtypes,
+            "strides": [shard.parameter.stride() for shard in self.shards],
+            "groups": [len(group["params"]) for group in groups],
+            "shapes": [list(shard.parameter.shape) for shard in self.shards],
+        }
+        self._check_sizes(manifest)
+        pieces: dict[str, Any] = {}
+        for index, (shard, key) in enumerate(zip(self.shards, keys, strict=True)):
+            state, parameter = state_dict["state"].get(key, {}), shard.parameter
+            check_divisible(self.optimizer, shard, state, parameter.shape)
+            pieces |= _named(index, state, parameter.shape, (0, parameter.numel()), parameter.stride())
+        self._load(pieces, manifest)
+
+    def follow_strides(self) -> None:
+        """Bring the state and masters of parameters whose memory format was changed into the new order of elements.
+
+        Communication: nothing if no strides have changed; else as :meth:`consolidate`.
+        """
+        if any(shard.parameter.stride() != shard.strides for shard in self.shards):
+            whole = self.consolidate(None, self.pieces())
+            assert whole is not None, "consolidated on all ranks"
+            self.load_whole(packed(whole, self.param_groups), dtypes=[shard.dtype for shard in self.shards])
+
+    # Pieces.
+
+    def _check_sizes(self, manifest: Mapping[str, Any]) -> None:
+        groups = [len(group["params"]) for group in self.param_groups]
+        if manifest["groups"] != groups:
+            raise ConfigurationError(
+                f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {groups}"
+            )
+        for shard, saved in zip(self.shards, manifest["shapes"], strict=True):
+            if saved != list(shard.parameter.shape):
+                raise ConfigurationError(
+                    f"{shard.name}: its shape in the checkpoint is {saved}, here {list(shard.parameter.shape)}"
+                )
+
+    def _other_share(self, shard: Shard, difference: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that was saved "
+            f"({difference}): use the same partition, order of parameters, memory format and number of ranks, or the "
+            "states of all ranks"
+        )
+
+    def _needed(self, shard: Shard, strides: Sequence[int], *, is_whole: bool) -> Range:
+        """The elements of ``shard`` to be joined from pieces in the order of memory that ``strides`` are: in another
+        order than the parameter's those of this rank may be anywhere."""
+        is_all = is_whole or shard.is_whole or tuple(strides) != shard.parameter.stride()
+        return (0, shard.parameter.numel()) if is_all else shard.range
+
+    def _places(
+        self, names: Iterable[str], manifest: Mapping[str, Any], *, is_whole: bool = False
+    ) -> dict[str, tuple[int, str, Range | None]]:
+        """Of each piece among ``names`` that this rank needs (for ``is_whole`` parameters, if asked for): its
+        parameter, its key, and its elements.
+
+        Raises:
+            ConfigurationError: elements are missing.
+        """
+        places: dict[str, tuple[int, str, Range | None]] = {}
+        missing: dict[tuple[int, str], int] = {}
+        for name in names:
+            if (match := _NAME.fullmatch(name)) is None:
+                continue
+            index, key = int(match["index"]), match["key"]
+            shard = self.shards[index]
+            if not is_whole and shard.own is None:
+                continue
+            if match["start"] is None:
+                places[name] = index, key, None
+                continue
+            start, end = self._needed(shard, manifest["strides"][index], is_whole=is_whole)
+            held = int(match["start"]), int(match["end"])
+            common = min(end, held[1]) - max(start, held[0])
+            missing[index, key] = missing.get((index, key), end - start) - max(0, common)
+            if common > 0 or start == end:
+                places[name] = index, key, held
+        for (index, key), numel in missing.items():
+            if numel:
+                raise self._other_share(self.shards[index], f"{numel} elements of {key!r} are missing")
+        return places
+
+    def _joined(self, pieces: Pieces, manifest: Mapping[str, Any], *, is_whole: bool = False) -> dict[int, Any]:
+        """The state of each parameter from its pieces, as this rank's chunks have it, or as a whole."""
+        state: dict[int, dict[str, Any]] = {}
+        flat: dict[tuple[int, str], Tensor] = {}
+        for name, (index, key, held) in self._places(pieces, manifest, is_whole=is_whole).items():
+            values, value = state.setdefault(index, {}), pieces[name]
+            if held is None:
+                values[key] = cloned(value)
+                continue
+            start, end = self._needed(self.shards[index], manifest["strides"][index], is_whole=is_whole)
+            if (index, key) not in flat:
+                flat[index, key] = values[key] = torch.empty(end - start, dtype=value.dtype, device=value.device)
+            first, last = max(start, held[0]), min(end, held[1])
+            if first < last:
+                flat[index, key][first - start : last - start] = value[first - held[0] : last - held[0]]
+        for (index, key), joined in flat.items():
+            shard = self.shards[index]
+            if joined.numel() == shard.parameter.numel():
+                whole = joined.as_strided(shard.parameter.size(), manifest["strides"][index])
+                state[index][key] = whole if is_whole else _own_part(shard, whole)
+        return state
+
+    @torch.no_grad()
+    def _load(self, pieces: Pieces, manifest: Mapping[str, Any]) -> None:
+        """Replace the state, masters and hyperparameters of this rank, after the model's parameters."""
+        state = self._joined(pieces, manifest)
+        for index, values in state.items():
+            shard = self.shards[index]
+            check_divisible(self.optimizer, shard, values, (shard.range[1] - shard.range[0],))
+        # Earlier versions have saved neither dtypes nor what belongs to no parameter.
+        dtypes = manifest.get("dtypes") or [None] * len(self.shards)
+        for shard in self.shards:
+            shard.follow()
+        packed = self.optimizer.state_dict()
+        packed.update(cloned(manifest.get("entries", {})))
+        packed["state"] = cloned(manifest.get("state", {}))
+        owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
+        chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+        for place, chunk in enumerate(chunks):
+            index, shard = owned[id(chunk)]
+            values = state.get(index, {})
+            master = values.pop(_MASTER, None)
+            if master is not None and master.dtype == shard.parameter.dtype:
+                # Of a run with a wire, whose true weights the parameters need not equal.
+                shard.keep_true()
+            if shard.has_master:
+                chunk.copy_(shard.shaped(shard.views[shard.rank]) if master is None else master.view_as(chunk))
+            shard.note_written()
+            if values or (index in state and master is None):
+                packed["state"][place] = values
+        for group, values in zip(packed["param_groups"], manifest["options"], strict=True):
+            group.update(values)
+        self.optimizer.load_state_dict(packed)
+        for place, chunk in enumerate(chunks):
+            given, loaded = packed["state"].get(place, {}), self.optimizer.state.get(chunk, {})
+            _keep_values(given, loaded, chunk, is_as_saved=dtypes[owned[id(chunk)][0]] == chunk.dtype)
+        copy_options(self.optimizer.param_groups, self.param_groups)
 
 
-def _sizes(sharded: ShardedState) -> dict[str, Any]:
+def merged(saved: Sequence[Pieces]) -> dict[str, Any]:
+    """The pieces of all ranks together, from those of each."""
+    manifests = [pieces[_MANIFEST] for pieces in saved]
+    led = next((one for one in manifests if any(start < end for start, end in one["ranges"])), manifests[0])
+    everyone = {name: value for pieces in saved for name, value in pieces.items()}
+    return {**everyone, _MANIFEST: {key: one for key, one in led.items() if key != "ranges"}}
+
+
+def packed(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A consolidated state with these groups as the plain optimizer's ``state_dict()``, which the caller may change."""
+    places = itertools.count()
     return {
-        "groups": [len(group["params"]) for group in sharded.param_groups],
-        "shapes": [list(shard.parameter.shape) for shard in sharded.shards],
+        **whole,
+        "state": {key: dict(one) if isinstance(one, dict) else one for key, one in whole["state"].items()},
+        "param_groups": [
+            {
+                **{key: as_plain(value) for key, value in group.items() if key != "params"},
+                "params": list(itertools.islice(places, len(group["params"]))),
+            }
+            for group in param_groups
+        ],
     }
 
 
-# ``3/exp_avg/0:512``: the parameter, the key of its state, and the elements, or _PACKED, of a value that is not whole.
-_NAME = re.compile(rf"(?P<index>\d+)/(?P<key>.+?)(?:/(?:(?P<start>\d+):(?P<end>\d+)|(?P<packed>{_PACKED})))?")
+def _entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
-def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
-    """Load this rank's part of a state that any number of ranks has saved."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
-    prefix = f"{key}." if key else ""
-    try:
-        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    except FileNotFoundError as error:
-        raise ConfigurationError(f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint") from error
-    place = saved.get(prefix + _MANIFEST)
-    if not isinstance(place, TensorStorageMetadata):
-        raise ConfigurationError(
-            f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
-        )
-    found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(place.size, dtype=torch.uint8, device="cpu")}
-    load(found, storage_reader=reader, process_group=sharded.process_group)
-    manifest = _from_tensor(found[prefix + _MANIFEST])
-    _check_sizes(sharded, manifest)
-
-    # To read into; then values as they are, and of each value that is cut the pieces to copy.
-    wanted: dict[str, Any] = {}
-    state: dict[int, dict[str, Any]] = {}
-    joined: dict[tuple[int, str], Tensor] = {}
-    copies: list[tuple[Tensor, str, slice]] = []
-    for name, metadata in saved.items():
-        match = _NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
-        if match is None or (shard := sharded.shards[int(match["index"])]).own is None:
+def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor, *, is_as_saved: bool) -> None:
+    """PyTorch's ``load_state_dict`` takes strings for sequences, and loads codes, counters and numbers in the chunk's
+    dtype: put them back. Moments stay in that dtype unless they were saved in another one beside the same dtype."""
+    for key, value in given.items():
+        now = loaded.get(key)
+        if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
+            loaded[key] = value
+        if key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
             continue
-        index, key = int(match["index"]), match["key"]
-        is_tensor = isinstance(metadata, TensorStorageMetadata)
-        target = torch.empty(metadata.size, dtype=metadata.properties.dtype, device="cpu") if is_tensor else None
-        values = state.setdefault(index, {})
-        if match["start"] is None:
-            wanted[name], values[key] = target, match
-            continue
-        # In another order of memory the elements of this rank may be anywhere.
-        is_all = shard.is_whole or tuple(manifest["strides"][index]) != shard.parameter.stride()
-        start, end = (0, shard.parameter.numel()) if is_all else shard.range
-        if (index, key) not in joined:
-            joined[index, key] = torch.empty(end - start, dtype=metadata.properties.dtype, device="cpu")
-        first, last = int(match["start"]), int(match["end"])
-        one, other = max(start, first), min(end, last)
-        if one < other:
-            wanted[name] = target
-            copies.append((joined[index, key][one - start : other - start], name, slice(one - first, other - first)))
-    load(wanted, storage_reader=reader, process_group=sharded.process_group)
-    for index, values in state.items():
-        for key, match in values.items():
-            value = wanted[prefix + match.string]
-            values[key] = _from_tensor(value) if match["packed"] else value
-            if not (shard := sharded.shards[index]).is_whole:
-                check_divisible(sharded.optimizer, shard, key, values[key], shard.parameter.shape)
-    for piece, name, elements in copies:
-        piece.copy_(wanted[name][elements])
-    for (index, key), flat in joined.items():
-        shard, strides = sharded.shards[index], manifest["strides"][index]
-        is_all = flat.numel() == shard.parameter.numel()
-        state[index][key] = piece_of(shard, flat.as_strided(shard.parameter.size(), strides)) if is_all else flat
-    sharded.load(
-        # Earlier versions have saved neither dtypes nor what belongs to no parameter.
-        sharded.loadable(
-            dtypes=manifest.get("dtypes"),
-            state=state,
-            options=manifest["options"],
-            beside=manifest.get("state", {}),
-            entries=manifest.get("entries", {}),
-        )
-    )
+        is_number = value.numel() == 1 and value.shape != chunk.shape
+        is_kept = is_as_saved or is_number or not value.dtype.is_floating_point
+        if is_kept and now.dtype == chunk.dtype != value.dtype:
+            loaded[key] = value.to(now.device)
 
 
-def _check_sizes(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
-    here = _sizes(sharded)
-    if manifest["groups"] != here["groups"]:
-        raise ConfigurationError(
-            f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {here['groups']}"
-        )
-    for shard, saved, shape in zip(sharded.shards, manifest["shapes"], here["shapes"], strict=True):
-        if saved != shape:
-            raise ConfigurationError(f"{shard.name}: its shape in the checkpoint is {saved}, here {shape}")
+def _named(
+    index: int, state: Mapping[str, Any], shape: Sequence[int], held: Range, strides: Sequence[int]
+) -> Iterator[tuple[str, Any]]:
+    """The pieces of a parameter's ``state``, in which values per element have this ``shape`` and these elements."""
+    for key, value in state.items():
+        if is_per_element(value, shape):
+            yield f"{index}/{key}/{held[0]}:{held[1]}", _in_order(value, strides)
+        else:
+            yield f"{index}/{key}", value
+
+
+def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """``value``, flat in the order of memory that ``strides`` are; a view if it lies so."""
+    if value.dim() == len(strides) and value.stride() != tuple(strides):
+        value = torch.empty_strided(value.size(), tuple(strides), dtype=value.dtype, device=value.device).copy_(value)
+    return flatten(value)
+
+
+def _own_part(shard: Shard, value: Any) -> Any:
+    """This rank's part of a value of the whole parameter."""
+    if not is_per_element(value, shard.parameter.shape):
+        return value
+    flat = _in_order(value, shard.parameter.stride())
+    return shard.shaped(flat) if shard.is_whole else flat[slice(*shard.range)].clone()
 
 
 def _to_tensor(value: Any) -> Tensor:
@@ -185,74 +454,3 @@ def _to_tensor(value: Any) -> Tensor:
 
 def _from_tensor(tensor: Tensor) -> Any:
     return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
-
-
-def check_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) -> None:
-    """Raises: ConfigurationError: this rank owned other elements when ``vars(part)`` was ``saved``."""
-    then = _reordered(saved, order)
-    for index, shard in enumerate(sharded.shards):
-        before = (then.ranges[index], then.strides[index], then.dtypes[index], then.partition)
-        now = (shard.range, shard.parameter.stride(), shard.dtype, sharded.partition)
-        if before != now:
-            raise ConfigurationError(
-                f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that was "
-                f"saved (range, strides, dtype and partition {before} then, {now} now): use the same partition, "
-                "master_dtype, order of parameters and memory format, or a sharded_state_dict() of that run"
-            )
-
-
-def load_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) -> None:
-    """Load a ``saved`` part that :func:`check_part` has passed, after the model's parameters."""
-    part = _reordered(saved, order)
-    sharded.load(replace(part, state=cloned(part.state)))
-
-
-def part_from_all(sharded: ShardedState, saved: Sequence[Mapping[str, Any]], order: Order) -> Part:
-    """This rank's part, from ``vars(part)`` of all old ranks, in which the parameters have this ``order``.
-
-    Raises:
-        ConfigurationError: the parts do not belong together.
-    """
-    parts = [_reordered(one, order) for one in saved]
-    first = next((part for part in parts if part.steps), parts[0])
-    ranges = list(zip(*(part.ranges for part in parts), strict=True))
-    described = [sharded.described(part) for part in parts]
-    for part, one in zip(parts, described, strict=True):
-        one.setdefault(None, {})["partition"] = part.partition
-    if found := difference(described, ranges):
-        index, key, values = found
-        of = "" if index is None else f" of {sharded.shards[index].name}"
-        raise ConfigurationError(
-            f"the states of a ZeroRedundancyOptimizer do not belong together: {key!r}{of} differs between the old "
-            f"ranks: {values}"
-        )
-    state = dict(first.beside)
-    for index, shard in enumerate(sharded.shards):
-        of_ranks = [part.state.get(index) for part in parts]
-        whole = assemble(shard, of_ranks, ranges[index], first.strides[index], is_cut=first.is_cut(shard))
-        if whole:
-            state[index] = whole
-    groups = [
-        {**options, "params": group["params"]}
-        for group, options in zip(sharded.param_groups, first.options, strict=True)
-    ]
-    return sharded.divided(packed({**first.entries, "state": state}, groups), dtypes=first.dtypes)
-
-
-def _reordered(saved: Mapping[str, Any], order: Order) -> Part:
-    """A saved part with its parameters in another order."""
-    if set(saved) != {field.name for field in fields(Part)}:
-        raise ConfigurationError(
-            "the state of a ZeroRedundancyOptimizer was saved by an earlier version of overlap: load it there, and "
-            "save zero.sharded_state_dict(), which every version loads"
-        )
-    part = Part(**saved)
-    starts = itertools.accumulate((len(places) for places in order), initial=0)
-    flat = [start + place for start, places in zip(starts, order, strict=False) for place in places]
-    return replace(
-        part,
-        ranges=[part.ranges[place] for place in flat],
-        strides=[part.strides[place] for place in flat],
-        dtypes=[part.dtypes[place] for place in flat],
-        state={new: part.state[old] for new, old in enumerate(flat) if old in part.state},
-    )

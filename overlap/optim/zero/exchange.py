@@ -1,8 +1,7 @@
 """Gradients on their way to their owners, and new parameters on their way to all ranks.
 
 Per bucket of N elements a rank sends N (W-1)/W in the reduction and as much in the gather, together as much as one
-all-reduce sends. If parameters are not cut (`ByParameter`), that holds for the sum of all buckets, but in one bucket a
-rank may send more than another.
+all-reduce sends; of whole parameters that holds for the sum of all buckets.
 
 [Note: messages]
 
@@ -29,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, compress
+from itertools import accumulate, compress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,10 +43,9 @@ from overlap.hooks.engine.background import Item
 from overlap.hooks.finite import all_finite
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.wires import ErrorFeedback, Wire
-from overlap.hooks.wires.blocks import codecs_in_runs
 from overlap.hooks.wires.exchange import sum_in_order, swap
 from overlap.hooks.wires.feedback import StageMemory
-from overlap.optim.zero.shards import BucketShards, beginning, beginnings
+from overlap.optim.zero.shards import BucketShards, beginning
 
 __all__ = ["Exchange", "Gather", "Workspace"]
 
@@ -69,24 +67,20 @@ class Exchange:
     """How the ranks of a group exchange gradients and parameters."""
 
     sends_directly: bool
-    """Whether to use messages between ranks instead of collectives: true on Gloo, whose reduce-scatter sends as much as
-    an all-reduce, and whose all-gather copies its result. Segments of unequal lengths are always sent as messages."""
+    """Whether to send messages instead of collectives: on Gloo, whose reduce-scatter sends as much as an all-reduce,
+    and whose all-gather copies its result. Segments of unequal lengths always are messages."""
     workspace: Workspace
     reduce_wire: Wire | None = None
-    """How gradients travel; in full where ``None``."""
+    """How gradients travel; in full where ``None``. See [Note: wires of a sharded update]."""
     gather_wire: Wire | None = None
-    """How parameters travel; in full where ``None``. See [Note: wires of a sharded update]."""
+    """How parameters travel, likewise."""
     memory: StageMemory | None = None
-    """The memory of the wires; ``None`` where there are none."""
+    """Of the wires."""
     _messages: WeakKeyDictionary[BucketShards, _Messages] = field(default_factory=WeakKeyDictionary, init=False)
 
     async def reduce(self, bucket: Bucket, shards: BucketShards | None) -> None:
         """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,
-        divided. Parameters that are not sharded are averaged on every rank: all, where ``shards`` is ``None``.
-
-        Communication: one reduce-scatter, or a message to each other rank; one all-reduce of the parameters that are
-        not sharded, if there are some; with error feedback one all-reduce of a number.
-        """
+        divided. Parameters that are not sharded are averaged on every rank: all, where ``shards`` is ``None``."""
         if shards is None:
             bucket.buffer.mul_(1 / bucket.divisor)
             await all_reduce(bucket.buffer, group=bucket.group)
@@ -111,10 +105,7 @@ class Exchange:
             self._note(rest)
 
     async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        """Send the part of the parameters that each rank owns to all ranks. Changes the parameters.
-
-        Communication: one all-gather, or a message to each other rank.
-        """
+        """Send the part of the parameters that each rank owns to all ranks, which changes the parameters."""
         if shards.packed_numel == 0:
             return
         if self.gather_wire is not None:
@@ -201,7 +192,8 @@ class Exchange:
             names = list(compress(bucket.names, shards.are_sharded))
             errors = list(compress(bucket.with_buffer(values).gradients, shards.are_sharded))
             feedback.add_to(names, errors)
-        pieces = shards.by_rank(shards.cut_flat(values))
+        flat = shards.cut_flat(values)
+        pieces = [flat[own] for own in shards.of_rank]
         mean = await self._sum_through(wire, pieces, shards, bucket.group)
         own = shards.own_of(shards.cut_flat(bucket.buffer))
         copy_all(own, beginning(mean, own))
@@ -226,25 +218,22 @@ class Exchange:
         generator = self._generator_for(wire, shards)
         codecs = [wire.codec(numel) if numel else None for numel in shards.owned_numels]
         messages = [torch.empty(0, dtype=torch.uint8, device=device)] * ranks
-        # Starting with the next rank, as they are sent.
-        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
-        for codec, alike in codecs_in_runs(codecs, peers, device):
-            encoded = torch.empty(len(alike), codec.message_bytes, dtype=torch.uint8, device=device)
-            parts = [pieces[peer] for peer in alike]
-            summands = _packed(parts, codec.numel, device)
+        for peer in [(rank + distance) % ranks for distance in range(1, ranks)]:  # In the order of sending.
+            if (codec := codecs[peer]) is None:
+                continue
+            summand = _packed(pieces[peer], codec.numel, device)
+            messages[peer] = torch.empty(codec.message_bytes, dtype=torch.uint8, device=device)
             if self._feedback is None:
-                codec.encode_rows(summands, encoded, generator)
+                codec.encode(summand, messages[peer], generator)
             else:
-                codec.subtract_rows(summands, encoded, generator)
-                copy_all(list(chain.from_iterable(parts)), beginnings(summands, parts))
-            for peer, message in zip(alike, encoded, strict=True):
-                messages[peer] = message
+                codec.subtract_rows(summand[None], messages[peer][None], generator)
+                copy_all(pieces[peer], beginning(summand, pieces[peer]))
         own = codecs[rank]
         received = torch.empty(ranks, own.message_bytes if own else 0, dtype=torch.uint8, device=device)
         await swap(messages, received, group=group, label="reduce_scatter")
         if own is None:
             return torch.empty(0, device=device)
-        return sum_in_order(own, _packed([pieces[rank]], own.numel, device)[0], received, rank)
+        return sum_in_order(own, _packed(pieces[rank], own.numel, device), received, rank)
 
     async def _gather_through(self, wire: Wire, shards: BucketShards, group: dist.ProcessGroup) -> None:
         """Add to the parameters their differences from the owners' true weights, as the wire rounds them."""
@@ -253,7 +242,7 @@ class Exchange:
         lengths = [0 if codec is None else codec.message_bytes for codec in codecs]
         space = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
         messages = space.split_with_sizes(lengths)
-        pieces = shards.by_rank(shards.parameter_pieces)
+        pieces = [shards.parameter_pieces[own] for own in shards.of_rank]
         if (codec := codecs[rank]) is not None:
             differences = torch.zeros(codec.numel, dtype=torch.float32, device=device)
             for shard, part in zip(shards.owning, beginning(differences, pieces[rank]), strict=True):
@@ -263,12 +252,11 @@ class Exchange:
             await all_gather(space, messages[rank], group=group)
         else:
             await swap([messages[rank]] * len(messages), messages, group=group, label="all_gather")
-        for codec, alike in codecs_in_runs(codecs, range(len(codecs)), device):
-            start, end = sum(lengths[: alike[0]]), sum(lengths[: alike[-1] + 1])
-            decoded = torch.empty(len(alike), codec.numel, dtype=torch.float32, device=device)
-            codec.decode_rows(space[start:end].view(len(alike), -1), decoded)
-            changed = [pieces[peer] for peer in alike]
-            add_all(list(chain.from_iterable(changed)), beginnings(decoded, changed))
+        for codec, message, changed in zip(codecs, messages, pieces, strict=True):
+            if codec is not None:
+                decoded = torch.empty(codec.numel, dtype=torch.float32, device=device)
+                codec.decode(message, decoded)
+                add_all(changed, beginning(decoded, changed))
 
     @property
     def _feedback(self) -> ErrorFeedback | None:
@@ -279,12 +267,12 @@ class Exchange:
         return self.memory.generator_for(wire, shards.rank, shards.parameter_pieces[0].device)
 
 
-def _packed(pieces: Sequence[Sequence[Tensor]], numel: int, device: torch.device) -> Tensor:
-    """A row of ``numel`` values for each of ``pieces``: one after another, with zeros at the end."""
-    rows = torch.empty(len(pieces), numel, dtype=torch.float32, device=device)
-    rows[:, min(sum(piece.numel() for piece in own) for own in pieces) :].zero_()
-    copy_all(beginnings(rows, pieces), list(chain.from_iterable(pieces)))
-    return rows
+def _packed(pieces: Sequence[Tensor], numel: int, device: torch.device) -> Tensor:
+    """``numel`` values: those of ``pieces`` one after another, with zeros at the end."""
+    row = torch.empty(numel, dtype=torch.float32, device=device)
+    row[sum(piece.numel() for piece in pieces) :].zero_()
+    copy_all(beginning(row, pieces), pieces)
+    return row
 
 
 class _Messages:
@@ -380,8 +368,3 @@ class Workspace:
     def trim(self) -> None:
         """Free the buffers that are not in use, before buckets of other sizes."""
         self._free.clear()
-
-    @property
-    def held_bytes(self) -> int:
-        """The size of the buffers kept for the next bucket."""
-        return sum(kept.nbytes for kept in self._free)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -47,21 +47,19 @@ from overlap.optim.phases import Event, Phase
 from overlap.optim.scaler import LossScale, Veto
 from overlap.optim.subset import SubsetStepper, check_optimizer
 from overlap.optim.update import LoopOptimizer
-from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
+from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import Exchange, Gather, Workspace
 from overlap.optim.zero.partition import (
-    ByElement,
-    ByParameter,
     Extent,
+    Partition,
     check_same_on_all_ranks,
     copy_options,
     names_of,
-    orthogonalization_flops,
     read_groups,
     with_names,
 )
 from overlap.optim.zero.shards import BucketShards, Shard, flatten, is_narrower, shards_of_bucket
-from overlap.optim.zero.state import ShardedState, StateView, check_new_state, packed
+from overlap.optim.zero.state import StateView, check_divisible
 from overlap.ranks.board import Agreement
 from overlap.ranks.collectives import all_reduce, broadcast
 
@@ -81,12 +79,10 @@ _INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=Tru
 class ZeroRedundancyOptimizer(LoopOptimizer):
     """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``.
 
-    This is ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With a :class:`ZeroStep` stage in
-    DDP's backward it communicates as stage 2 does: a bucket is reduce-scattered, each rank updates its part, and the
-    new parameters are gathered. Together these send as much as DDP's all-reduce.
-
-    Without a stage, :meth:`step` expects averaged gradients on every rank, updates this rank's part and gathers the
-    rest. ``param_groups`` hold the whole parameters, and the hyperparameters, which are read at every update.
+    This is ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With a :class:`ZeroStep` in DDP's
+    backward it communicates as stage 2 does. Without a stage, :meth:`step` expects averaged gradients on every rank,
+    updates this rank's part and gathers the rest. ``param_groups`` hold the whole parameters, and the hyperparameters,
+    which are read at every update.
 
     Args:
         params: parameters or groups of them, the same on every rank.
@@ -94,11 +90,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         process_group: the ranks that divide the state; the default group if ``None``.
         parameters_as_bucket_view: accepted for compatibility; chunks are always views of the parameters.
         overlap_with_ddp: a stage makes the update in backward; :meth:`step` raises an error if none is registered.
-        partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
-            as most do. ``"parameter"`` gives whole parameters to ranks, balanced by the cost of their updates. ``None``
-            takes the unit in which ``optimizer_class`` is known, or was declared, to update.
+        partition: ``"element"`` cuts every parameter into equal chunks; ``"parameter"`` gives whole parameters to
+            ranks, balanced by size. ``None`` takes the unit in which ``optimizer_class`` is known, or was declared, to
+            update.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
-            ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
+            ``torch.float32`` for ``bfloat16`` parameters.
         **defaults: arguments of ``optimizer_class``.
 
     Communication: at construction one gather of a few bytes per parameter on ``process_group``, to compare the ranks.
@@ -112,11 +108,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
     >>> chain(ZeroStep(zero)).register(ddp)
     <chain(ZeroStep(AdamW, interleaved)) registered>
-    >>> scheduler = torch.optim.lr_scheduler.StepLR(zero, step_size=1)
     >>> for x, y in loader:
     ...     loss_fn(ddp(x), y).backward()
     ...     zero.step()
-    ...     scheduler.step()
     >>> built = torch.optim.AdamW([{"params": list(ddp.parameters()), "weight_decay": 0.1}], lr=1e-3)
     >>> ZeroRedundancyOptimizer.from_optimizer(built).param_groups[0]["weight_decay"]
     0.1
@@ -172,7 +166,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             )
         self._make, self._master_dtype = make, master_dtype
         groups = read_groups(params)
-        options = self._options_of(groups)
+        self._check_options(groups)
         unit = check_unit(optimizer_class, instead=_INSTEAD)
         if partition == "element" and unit == "parameter":
             raise UnsupportedError(
@@ -182,10 +176,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         agreement.agree()
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.partition = partition or unit
-        self._division = (ByParameter if self.partition == "parameter" else ByElement)(self.world_size)
+        self._division = Partition(self.partition, self.world_size)
+        # The shard of each parameter that was ever added, by ``id`` of the parameter.
+        self._known: dict[int, Shard] = {}
         self.shards: dict[int, Shard] = {}
-        """The shard of each parameter, by ``id`` of the parameter, in the groups' order; they never leave."""
-        self.optim = make(self._divided(groups, options, first_group=0))
+        """The shard of each parameter in the groups, by ``id`` of the parameter, in the groups' order."""
+        self._shard(groups, first_group=0)
+        self.optim = make(self._chunks_of(groups))
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self.overlap_with_ddp = overlap_with_ddp
         self._stepper = SubsetStepper(self.optim)
@@ -204,15 +201,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         copy_options(self.optim.param_groups, self.param_groups)
         # The consolidated state, {} if another rank has it; no entry if it changed since. As `updates`, never replaced.
         self._consolidated: list[dict[str, Any]] = [] if self.optim.state else [self.sharded_state().without_values()]
+        self._layout = [list(map(id, group["params"])) for group in self.param_groups]
         self._is_complete = True
 
-    def _options_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The options of each group, from an optimizer of one element of each parameter, made before ranks meet.
-
-        Raises:
-            ConfigurationError: the class does not take the arguments.
-            UnsupportedError: it needs a closure or sparse gradients, or has a ``step()`` of its own.
-        """
+    def _check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Make an optimizer of one element of each parameter, before ranks meet, so that what is wrong is raised."""
 
         def one_element(p: Tensor) -> Tensor:
             dtype = self._master_dtype if is_narrower(p, self._master_dtype) else p.dtype
@@ -222,7 +215,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         check_optimizer(tried)
         _check_own_step(tried)
         check_one_eps(tried, instead=_INSTEAD)
-        return tried.param_groups
 
     @classmethod
     def from_optimizer(
@@ -247,9 +239,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Communication: as at construction.
 
         Raises:
-            ConfigurationError: ``optimizer`` is not a plain optimizer, or the ranks have different parameters.
+            ConfigurationError: as at construction; or ``optimizer`` is not a plain optimizer.
             UnsupportedError: as at construction; or it has hooks, a scheduler, a ``step()`` of its own or tensors in
-                attributes, which would be lost; or its state cannot be divided.
+                attributes, which would be lost.
         """
         zero = cls.__new__(cls)
         zero.process_group = _checked_group(process_group)
@@ -260,14 +252,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         if plain.state:
             zero.prepare_to_load()
             state = zero.sharded_state()
-            dtypes = [shard.parameter.dtype for shard in state.shards]
-            state.load(state.divided(plain.state_dict(), dtypes=dtypes))
+            state.load_whole(plain.state_dict(), dtypes=[shard.parameter.dtype for shard in state.shards])
         return zero
 
     @property
     def state(self) -> Any:
         """This rank's part of the state; the keys are the whole parameters. See :class:`StateView`."""
-        return StateView(self.optim, self.shards, self._before_reset)
+        return StateView(self.optim, self._known, self._consolidated.clear, self._before_reset)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
@@ -298,20 +289,22 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             if not isinstance(param_group, Mapping):
                 raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
             (group,) = groups = read_groups([param_group])
-            options, place = self._options_of(groups), len(self.param_groups)
+            self._check_options(groups)
+            place = len(self.param_groups)
             for stage in self.updates:
-                stage.check_covers(group["params"], names_of(groups, first_group=place))
+                stage.check_added(group["params"], names_of(groups, first_group=place))
             agreement.agree()
-            (chunks,) = self._divided(groups, options, first_group=place)
-            self.optim.add_param_group(chunks)
+            self._follow_groups()
+            self._shard(groups, first_group=place)
         super().add_param_group(with_names(group))
+        (chunks,) = self._chunks_of(groups)
+        self.optim.add_param_group(chunks)
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+        self._follow_groups()
 
-    def _divided(
-        self, groups: list[dict[str, Any]], options: Sequence[Mapping[str, Any]], *, first_group: int
-    ) -> list[dict[str, Any]]:
-        """Make the shards of new groups, the first at the place ``first_group``; returns the groups of chunks for this
-        rank's optimizer.
+    def _shard(self, groups: list[dict[str, Any]], *, first_group: int) -> None:
+        """Make the shards of new groups, the first at the place ``first_group``; parameters that were in a group before
+        keep theirs, and their state.
 
         Communication: one gather of a few bytes per parameter.
 
@@ -320,37 +313,34 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             UnsupportedError: a parameter cannot be cut.
         """
         names = names_of(groups, first_group=first_group)
-        pairs = [(place, p) for place, group in enumerate(groups) for p in group["params"]]
-        known = {key: shard.name for key, shard in self.shards.items()}
-        for name, (_, parameter) in zip(names, pairs, strict=True):
-            if id(parameter) in known:
-                raise ConfigurationError(f"{name} is the same as {known[id(parameter)]}; pass each parameter once")
-            known[id(parameter)] = name
-        devices = {str(shard.parameter.device) for shard in self.shards.values()} | {str(p.device) for _, p in pairs}
+        parameters = [(place, p) for place, group in enumerate(groups, first_group) for p in group["params"]]
+        there = {key: shard.name for key, shard in self.shards.items()}
+        for name, (_, parameter) in zip(names, parameters, strict=True):
+            if id(parameter) in there:
+                raise ConfigurationError(f"{name} is the same as {there[id(parameter)]}; pass each parameter once")
+            there[id(parameter)] = name
+        devices = {str(each.device) for each in (*self.trained, *(p for _, p in parameters))}
         if len(devices) > 1:
             raise ConfigurationError(
                 f"the parameters are on several devices, {sorted(devices)}; ZeRO needs all on one device"
             )
-        steps = [one.get("ns_steps", 0) for one in options]
-        settings = (self.partition, str(self._master_dtype), *([f"ns_steps={steps}"] if any(steps) else []))
-        check_same_on_all_ranks(groups, names, self.process_group, settings)
-        extents = [
-            Extent(
-                p.numel(),
-                p.element_size(),
-                p.requires_grad,
-                pool=(first_group + place, p.dtype),
-                flops=orthogonalization_flops(p, options[place]),
-            )
-            for place, p in pairs
-        ]
-        for name, (_, parameter), ranges in zip(names, pairs, self._division.assign(extents), strict=True):
+        check_same_on_all_ranks(groups, names, self.process_group, (self.partition, str(self._master_dtype)))
+        new = [(name, place, p) for name, (place, p) in zip(names, parameters, strict=True) if id(p) not in self._known]
+        extents = []
+        for _, place, p in new:
+            pool = p.requires_grad if self._division.is_whole else (place, p.dtype, p.requires_grad)
+            extents.append(Extent(p.numel(), p.element_size(), pool))
+        for (name, _, parameter), ranges in zip(new, self._division.assign(extents), strict=True):
             # Of one element without dimensions, state per element and per parameter look alike.
             is_whole = self._division.is_whole or parameter.dim() == 0
-            self.shards[id(parameter)] = Shard(
+            self._known[id(parameter)] = Shard(
                 parameter, ranges, self.rank, name=name, is_whole=is_whole, master_dtype=self._master_dtype
             )
+        self.shards.update((id(p), self._known[id(p)]) for _, p in parameters)
         self.version = object()
+
+    def _chunks_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """``groups`` with this rank's chunks in place of the parameters."""
         chunks: list[dict[str, Any]] = []
         for group in groups:
             owned = [shard for p in group["params"] if (shard := self.shards[id(p)]).own is not None]
@@ -359,6 +349,27 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 chunks[-1]["param_names"] = [shard.name for shard in owned]
         return chunks
 
+    def _follow_groups(self) -> None:
+        """Follow groups that were rebuilt by hand: parameters that moved to other groups, left or came back.
+
+        Raises:
+            ConfigurationError: a parameter is new.
+        """
+        layout = [list(map(id, group["params"])) for group in self.param_groups]
+        places = list(itertools.chain.from_iterable(layout))
+        if not self._known.keys() >= set(places):
+            raise ConfigurationError(
+                "a parameter was put into zero.param_groups by hand, and no rank has a part of its state: call "
+                "zero.add_param_group({'params': [param]})"
+            )
+        self._layout = layout
+        self.shards.clear()
+        self.shards.update((key, self._known[key]) for key in places)
+        self.optim.param_groups[:] = self._chunks_of(self.param_groups)
+        self.version = object()
+        if self.optim.state:
+            self._consolidated.clear()
+
     # A step of this rank's part.
 
     @torch.no_grad()
@@ -366,18 +377,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Begin a step: follow parameters that were moved or changed since the last one.
 
         Raises:
-            ConfigurationError: parameters were put into the groups, or taken out, by hand.
+            ConfigurationError: a new parameter was put into the groups by hand.
         """
-        shards = self.shards
-        if {id(parameter) for group in self.param_groups for parameter in group["params"]} != shards.keys():
-            raise ConfigurationError(
-                "parameters were put into zero.param_groups, or taken out of it, by hand, and each rank holds the "
-                "state of its part of those that it knows: add with zero.add_param_group, and freeze with "
-                "requires_grad_(False)"
-            )
+        if self._layout != [list(map(id, group["params"])) for group in self.param_groups]:
+            self._follow_groups()
         copy_options(self.param_groups, self.optim.param_groups)
         self._stepper.begin()
-        for shard in shards.values():
+        for shard in self.shards.values():
             own, parameter = shard.own, shard.parameter
             if (
                 shard.has_master
@@ -417,9 +423,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         self._stepper.step(chunks, gradients, **arguments)
         state, sizes = self.optim.state, self._checked_state
         for shard, _ in pairs if self.partition == "element" else ():
-            if shard.own is not None and not shard.is_whole and len(state.get(shard.own, ())) != sizes.get(id(shard)):
-                check_new_state(self.optim, [one for one, _ in pairs], sizes)
-                return
+            own = shard.own
+            if own is not None and not shard.is_whole and len(state.get(own, ())) != sizes.get(id(shard)):
+                check_divisible(self.optim, shard, state.get(own, {}), own.shape)
+                sizes[id(shard)] = len(state.get(own, ()))
 
     def finish(self, **arguments: Any) -> None:
         """End a step: the groups, as its parts have left them, are then the same on all ranks."""
@@ -443,18 +450,15 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Finish the step: make the update that a stage has not made in backward, and gather the parameters.
 
         Args:
-            closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
+            closure: evaluates the model and runs backward; its result is returned.
             **arguments: of the ``step`` of ``optimizer_class``.
 
         Communication: none if interleaved; if deferred one gather per bucket, and one all-reduce of a number if
-            gradients are clipped; without a stage gathers of all trainable parameters, after broadcasts of all
-            gradients under PyTorch's ``Join``.
+            gradients are clipped; without a stage gathers of all trainable parameters.
 
         Raises:
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
-            TrainingLoopError: a gradient has not been reduced, or ``GradScaler`` or ``arguments`` are used with
-                interleaved updates.
-            UnsupportedError: a CUDA graph is being captured.
+            TrainingLoopError, UnsupportedError: as :meth:`LoopOptimizer.step`.
         """
         if is_in_checkpointing():
             self._make_state()
@@ -548,10 +552,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     # Methods of the optimizer's class.
 
     def __getattr__(self, name: str) -> Any:
-        """A method of the optimizer's class, called with this rank's part of the parameters and the state.
-
-        ``train()`` and ``eval()``, with which some optimizers switch between two sets of parameters, are followed by a
-        gather, so every rank calls them.
+        """A method of the optimizer's class, called with this rank's part of the parameters and the state; ``train()``
+        and ``eval()``, with which some switch between two sets of parameters, are followed by a gather.
 
         Raises:
             TrainingLoopError: when called, another method has changed parameters, of which ranks have parts.
@@ -578,8 +580,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         elif versions != [one._version for one in own]:
             raise TrainingLoopError(
                 f"{type(self.optim).__name__}.{name}() has changed parameters, of which this rank has a part: with a "
-                "sharded optimizer only train() and eval() may; use chain(AllReduce(), "
-                "Step(OverlappedOptimizer(optimizer), deferred=True))"
+                f"sharded optimizer only train() and eval() may; use {_INSTEAD}"
             )
         return result
 
@@ -593,16 +594,15 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Scale the mean gradients to at most this global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
-
-        Call it on every rank between backward and :meth:`step`.
+        """Scale the mean gradients to at most this global norm, as ``torch.nn.utils.clip_grad_norm_`` does; on every
+        rank, between backward and :meth:`step`.
 
         Communication: one all-reduce of a number; none where all of ``.grad`` is the mean.
 
         Returns:
-            The global norm before clipping, a 0-dimensional tensor, the same on every rank. With a :class:`ZeroStep`
-            after a reducer it is that of ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)`` bit for bit;
-            with one that reduces by itself, or without a stage, the same up to the order of summation.
+            The global norm before clipping, a 0-dimensional tensor, the same on every rank; that of
+            ``torch.nn.utils.clip_grad_norm_`` bit for bit with a :class:`ZeroStep` after a reducer, else up to the
+            order of summation.
 
         Raises:
             TrainingLoopError: the update was made in backward, or there is no mean to clip; or the norm is not finite
@@ -639,11 +639,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             return self._clip_(clipping, [], [shard.gradient() for shard in owned])
 
     def wait(self) -> None:
-        """Wait until every parameter holds its new value, if gathers run during the next forward.
-
-        Call this before you read a parameter that you hold yourself, in a list or in ``param_groups``; looking one up
-        in the registered model waits for it.
-        """
+        """Wait until every parameter holds its new value, if gathers run during the next forward: before you read one
+        that you hold yourself, in a list or in ``param_groups``."""
         if self._stage is not None:
             self._stage.wait()
 
@@ -702,10 +699,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Gather the whole state in CPU memory, for :meth:`state_dict` to return until the state changes; call it on
         every rank.
 
-        Communication: one gather of a few bytes per value, and gathers of at most about 64 MB of state each.
-
         Args:
             to: the rank of the group that gets the state; ``None`` for all ranks.
+
+        Communication: gathers of at most about 64 MB of state each.
 
         Raises:
             ConfigurationError: the group has no rank ``to``.
@@ -715,8 +712,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
         with Agreement(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as agreement:
             state = self._settled_state()
+            pieces = state.pieces()
             agreement.agree()
-            whole = state.consolidate(to)
+            whole = state.consolidate(to, pieces)
         # That of another rank takes nothing away from this one.
         if whole is not None or not self._consolidated:
             self._consolidated[:] = [whole or {}]
@@ -724,8 +722,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
 
-        Before the first update every rank has it. Inside of ``torch.distributed.checkpoint``, whose functions every
-        rank calls, the state is consolidated on all ranks.
+        Before the first update, and in the functions of ``torch.distributed.checkpoint``, every rank has it.
 
         Raises:
             TrainingLoopError: :meth:`consolidate_state_dict` was not called since the last update.
@@ -754,7 +751,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         self.prepare_to_load()
         self.wait()
         state = self.sharded_state()
-        state.load(state.divided(given))
+        state.load_whole(given)
         if not given["state"] and not self.optim.state:
             # Accelerate loads the state of a new optimizer, which leaves it as it was.
             self._consolidated[:] = [state.without_values()]
@@ -764,9 +761,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """This rank's part, for ``torch.distributed.checkpoint.save``; any number of ranks can :meth:`load_sharded`
         it."""
         with Agreement(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as agreement:
-            state = self._settled_state()
+            saved = self._settled_state().to_save()
             agreement.agree()
-            return pieces_to_save(state)
+            return saved
 
     def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:
         """Load a saved :meth:`sharded_state_dict`, of any number of ranks; call it on every rank.
@@ -780,7 +777,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         self.prepare_to_load()
         self.wait()
-        load_pieces(self.sharded_state(), checkpoint, key)
+        self.sharded_state().load_checkpoint(checkpoint, key)
 
     def prepare_to_load(self) -> None:
         """The state is about to be replaced.
@@ -794,8 +791,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     def sharded_state(self) -> ShardedState:
         """This rank's part of the state."""
-        shards = list(self.shards.values())
-        return ShardedState(self.optim, self.param_groups, shards, self.partition, self.process_group)
+        return ShardedState(self.optim, self.param_groups, list(self.shards.values()), self.process_group)
 
     def _settled_state(self) -> ShardedState:
         """This rank's part of the state in the order of the parameters' memory, after all gathers have ended."""
@@ -818,11 +814,7 @@ def _checked_group(process_group: object) -> dist.ProcessGroup:
 
 
 def _made(cls: type[Optimizer], defaults: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
-    """``cls(groups, **defaults)``.
-
-    Raises:
-        ConfigurationError: ``cls`` does not take the arguments.
-    """
+    """``cls(groups, **defaults)``. Raises: ConfigurationError: ``cls`` does not take the arguments."""
     try:
         return cls(groups, **defaults)
     except OverlapError:
@@ -835,27 +827,9 @@ def _made(cls: type[Optimizer], defaults: Mapping[str, Any], groups: list[dict[s
 
 
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer as ``optimizer``, with copies of its attributes, of other groups and without state.
-
-    Raises:
-        UnsupportedError: an attribute holds a tensor, which may belong to the parameters, or cannot be copied.
-    """
-    cls = type(optimizer)
-    twin = cls.__new__(cls)
-    for name, value in vars(optimizer).items():
-        if name in ("param_groups", "state"):
-            continue
-        try:
-            if name != "defaults" and tensors_in(value):
-                raise TypeError("it holds a tensor, which would not be divided")
-            setattr(twin, name, copy.deepcopy(value))
-        except Exception as error:
-            raise UnsupportedError(
-                f"{cls.__name__}.{name} is {described(value)}, which cannot be taken over ({error}): build "
-                f"ZeroRedundancyOptimizer(ddp.parameters(), {cls.__name__}, ...) with the old arguments, and "
-                "load_state_dict() the old state"
-            ) from error
-    twin.state, twin.param_groups = defaultdict(dict), []
+    """An optimizer as ``optimizer``, with its attributes, of other groups and without state."""
+    twin = type(optimizer).__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     for group in groups:
         twin.add_param_group(with_names(dict(group)))
     return twin
@@ -912,14 +886,12 @@ def _lent_gradients(zero: ZeroRedundancyOptimizer) -> tuple[list[Tensor], list[T
 
 def _in_buckets(shards: Sequence[Shard]) -> list[list[Tensor]]:
     """Parameters of one dtype, in their order, about 25 MB in each bucket."""
-    open_ones: dict[torch.dtype, list[Tensor]] = {}
-    full: list[list[Tensor]] = []
+    buckets: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+    sizes_bytes: defaultdict[torch.dtype, int] = defaultdict(int)
     for parameter in (shard.parameter for shard in shards):
-        bucket = open_ones.setdefault(parameter.dtype, [])
-        bucket.append(parameter)
-        if sum(member.nbytes for member in bucket) >= _BUCKET_BYTES:
-            full.append(open_ones.pop(parameter.dtype))
-    return [*full, *open_ones.values()]
+        buckets[parameter.dtype, sizes_bytes[parameter.dtype] // _BUCKET_BYTES].append(parameter)
+        sizes_bytes[parameter.dtype] += parameter.nbytes
+    return list(buckets.values())
 
 
 def check_convertible(optimizer: object) -> Optimizer:
@@ -945,4 +917,11 @@ def check_convertible(optimizer: object) -> Optimizer:
             "the new optimizer, zero.register_step_post_hook(...), and make schedulers of it"
         )
     _check_own_step(plain)
+    for name, value in vars(plain).items():
+        if name not in ("param_groups", "state", "defaults") and tensors_in(value):
+            raise UnsupportedError(
+                f"{type(plain).__name__}.{name} is {described(value)}, which would not be divided: build "
+                f"ZeroRedundancyOptimizer(ddp.parameters(), {type(plain).__name__}, ...) with the old arguments, and "
+                "load_state_dict() the old state"
+            )
     return plain

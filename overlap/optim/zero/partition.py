@@ -1,4 +1,4 @@
-"""Which rank owns which elements, and the parameters that a user passes for that, compared over the ranks.
+"""Which rank owns which elements, and the groups of parameters that a user passes, compared over the ranks.
 
 [Note: ownership]
 
@@ -9,15 +9,15 @@ By *element*, every rank owns an equal part of every parameter. Ranges start at 
 two vectors of at most 64 bytes at a time, and the rest at the end of a tensor one element at a time, which rounds
 differently in 16-bit types. So each element is treated as it would be in the whole tensor, and results equal those of
 the plain optimizer bit for bit (with one thread: several cut a long tensor anywhere). The rest goes to the ranks that
-own least so far. By *parameter*, one rank owns all of a parameter; those that cost most to update are given first, each
-to the rank with the least work so far. Frozen parameters have no state, so they are balanced by themselves.
+own least so far. By *parameter*, one rank owns all of a parameter; the largest are given first, each to the rank that
+owns least so far. Frozen parameters have no state, so they are balanced by themselves.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,118 +27,74 @@ from overlap.errors import ArgumentTypeError, ConfigurationError
 from overlap.ranks.collectives import of_all_ranks
 
 __all__ = [
-    "ByElement",
-    "ByParameter",
     "Extent",
+    "Partition",
     "Range",
     "check_same_on_all_ranks",
     "copy_options",
     "names_of",
     "options_of",
-    "orthogonalization_flops",
     "read_groups",
     "with_names",
 ]
 
 _BLOCK_BYTES = 128
-# The arithmetic of a matrix product, about, in the time in which memory moves a byte of a parameter, its gradient and
-# its state.
-_FLOPS_PER_BYTE = 32
 # The keys of a group that are not hyperparameters.
 _NOT_OPTIONS = ("params", "param_names")
 
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Extent:
-    """The size of a parameter, and the cost of its update."""
+class Extent(NamedTuple):
+    """The size of a parameter."""
 
     numel: int
     itemsize: int
     """Bytes per element."""
-    is_trained: bool = True
     pool: Hashable = None
-    """Parameters of one pool have state of the same size per element, so equal numbers are equal sizes."""
-    flops: int = 0
-    """Arithmetic of one update beyond reading and writing each element a few times."""
-
-    @property
-    def cost(self) -> int:
-        """Of one update, in floating-point operations."""
-        return self.numel * self.itemsize * _FLOPS_PER_BYTE + self.flops
+    """Parameters of one pool are balanced among themselves: their state has the same size per element."""
 
 
-class ByElement:
-    """Equal ranges of every parameter."""
+class Partition:
+    """Assigns elements to ``ranks`` by ``unit``, ``"element"`` or ``"parameter"``. See [Note: ownership]."""
 
-    is_whole = False
-    """Whether a parameter is never cut."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._owned: dict[Hashable, list[int]] = {}
+    def __init__(self, unit: str, ranks: int) -> None:
+        self.is_whole = unit == "parameter"
+        """Whether a parameter is never cut."""
+        self._ranks = range(ranks)
+        # Bytes that each rank owns, by pool.
+        self._owned: defaultdict[Hashable, list[int]] = defaultdict(lambda: [0] * ranks)
 
     def assign(self, extents: Sequence[Extent]) -> list[tuple[Range, ...]]:
         """One range per rank for each parameter."""
-        return [self._cut(extent) for extent in extents]
+        places = range(len(extents))
+        if not self.is_whole:
+            return [self._cut(extents[place]) for place in places]
+        largest_first = sorted(places, key=lambda place: -extents[place].numel * extents[place].itemsize)
+        ranges = {place: self._give(extents[place]) for place in largest_first}
+        return [ranges[place] for place in places]
+
+    def _give(self, extent: Extent) -> tuple[Range, ...]:
+        owned = self._owned[extent.pool]
+        owner = min(self._ranks, key=lambda rank: (owned[rank], rank))
+        owned[owner] += extent.numel * extent.itemsize
+        return tuple((0, extent.numel) if rank == owner else (0, 0) for rank in self._ranks)
 
     def _cut(self, extent: Extent) -> tuple[Range, ...]:
         numel, block_numel = extent.numel, max(1, _BLOCK_BYTES // extent.itemsize)
         blocks = -(-numel // block_numel)
-        pool = (extent.pool, extent.itemsize, extent.is_trained)
-        owned = self._owned.setdefault(pool, [0] * self._ranks)
-        each, extra = divmod(blocks, self._ranks)
-        ranges: list[Range] = [(numel, numel)] * self._ranks
+        owned = self._owned[extent.pool]
+        each, extra = divmod(blocks, len(self._ranks))
+        ranges: list[Range] = [(numel, numel)] * len(self._ranks)
         start, given = 0, 0
         # The ranks that own least come first, where the larger ranges are.
-        for place, rank in enumerate(sorted(range(self._ranks), key=lambda rank: (owned[rank], rank))):
+        for place, rank in enumerate(sorted(self._ranks, key=lambda rank: (owned[rank], rank))):
             given += each + (place < extra)
             end = numel if given == blocks else given * block_numel
             ranges[rank] = (start, end)
-            owned[rank] += end - start
+            owned[rank] += (end - start) * extent.itemsize
             start = end
         return tuple(ranges)
-
-
-class ByParameter:
-    """Whole parameters, balanced by the cost of their updates and, where that is equal, by size."""
-
-    is_whole = True
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = range(ranks)
-        self._owned = {True: [(0, 0)] * ranks, False: [(0, 0)] * ranks}
-        """Cost and bytes, of trained parameters and of frozen ones."""
-
-    def assign(self, extents: Sequence[Extent]) -> list[tuple[Range, ...]]:
-        """As of :class:`ByElement`."""
-        ranges: dict[int, tuple[Range, ...]] = {}
-        for place in sorted(range(len(extents)), key=lambda place: (-extents[place].cost, place)):
-            extent = extents[place]
-            owned = self._owned[extent.is_trained]
-            owner = min(self._ranks, key=lambda rank: (owned[rank], rank))
-            cost, size_bytes = owned[owner]
-            owned[owner] = cost + extent.cost, size_bytes + extent.numel * extent.itemsize
-            ranges[place] = tuple((0, extent.numel) if rank == owner else (0, 0) for rank in self._ranks)
-        return [ranges[place] for place in range(len(extents))]
-
-
-def orthogonalization_flops(parameter: Tensor, options: Mapping[str, Any]) -> int:
-    """The floating-point operations of the ``ns_steps`` Newton-Schulz steps in the options of a group, as Muon's, on
-    ``parameter`` as a matrix of its first dimension by the rest: of ``m`` rows and ``n >= m`` columns one step takes
-    ``4 m^2 n + 2 m^3`` (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
-
-    >>> import torch
-    >>> orthogonalization_flops(torch.empty(100, 10), {"ns_steps": 5})
-    210000
-    """
-    steps = options.get("ns_steps", 0)
-    if not isinstance(steps, int) or parameter.dim() < 2 or parameter.numel() == 0:
-        return 0
-    rows = parameter.shape[0]
-    m, n = sorted((rows, parameter.numel() // rows))
-    return steps * (4 * m * m * n + 2 * m**3)
 
 
 def read_groups(params: Any) -> list[dict[str, Any]]:

@@ -6,10 +6,8 @@ A gather during the next forward writes parameters while the training thread goe
 of the registered model waits for that parameter: a forward, a hook or another module that reads
 ``module.weight``, and ``parameters()``, ``state_dict()``, ``load_state_dict()``, ``copy.deepcopy`` and ``pickle``.
 
-Some modules keep parameters in other places, as scripted ones do. So each module waits, before its forward, for its own
-parameters. The first forward, before any gather, shows which modules are called at all. If a module is not called, the
-nearest module above it that is called waits for its parameters. In evaluation a module waits for all parameters below
-it, since fast paths read them.
+Some modules keep their parameters in a second place, as recurrent ones do. So each module waits, before its forward,
+for its own parameters, and a scripted one, whose parts are called where Python does not see it, for all below it.
 
 Nothing else waits, such as a list of parameters that was made before: call ``zero.wait()``.
 
@@ -53,11 +51,6 @@ class ParameterPrefetch:
         self._held: dict[tuple[int, Any], int] = {}
         self._model: weakref.ref[nn.Module] | None = None
         self._handles: list[Any] = []
-        # Of each module by name: its own parameters, and those that its forward waits for, which is empty until the
-        # first forward has shown which modules are called.
-        self._own: dict[str, tuple[int, ...]] = {}
-        self._needs: dict[str, tuple[int, ...]] = {}
-        self._called: set[str] = set()
 
     def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
         """Launch ``gathers``, in this order, after all earlier work."""
@@ -123,13 +116,10 @@ class ParameterPrefetch:
             if is_compiled(module):
                 raise _is_compiled(name)
         self._model = weakref.ref(model)
-        self._needs, self._called = {}, set()
-        self._own = {
-            name: tuple(map(id, module.parameters(recurse=False)))
-            for name, module in model.named_modules(remove_duplicate=False)
-        }
         for name, module in model.named_modules():
-            hook = _Hook(partial(self._before_forward, name, tuple(map(id, module.parameters()))))
+            below = isinstance(module, torch.jit.ScriptModule)
+            needed = tuple(map(id, module.parameters(recurse=below)))
+            hook = _Hook(partial(self._before_forward, name, needed))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self._before_load)))
         self._follow()
@@ -160,27 +150,11 @@ class ParameterPrefetch:
                 with contextlib.suppress(Exception):
                     completion.wait()
 
-    def _before_forward(self, name: str, below: tuple[int, ...], module: nn.Module, *_: Any) -> None:
+    def _before_forward(self, name: str, needed: tuple[int, ...], module: nn.Module, *_: Any) -> None:
         """Wait for the parameters that the forward of ``module`` reads."""
         if is_compiled_in_place(module):
             raise _is_compiled(name)
-        if not (module.training and torch.is_grad_enabled()):
-            self.wait_for(below)
-            return
-        if name == "" and self._called and not self._needs:
-            self._learn()
-        self._called.add(name)
-        self.wait_for(self._needs.get(name, self._own[name]))
-
-    def _learn(self) -> None:
-        """Find which modules wait for those that the first forward did not call."""
-        needs = {name: set(own) for name, own in self._own.items()}
-        for name, own in self._own.items():
-            above = name
-            while above not in self._called and above:
-                above = above.rpartition(".")[0]
-            needs[above].update(own)
-        self._needs = {name: tuple(keys) for name, keys in needs.items()}
+        self.wait_for(needed)
 
 
 def _is_compiled(name: str) -> UnsupportedError:

@@ -9,19 +9,17 @@ between backward and ``step()`` a version changes only where the training loop w
 
 [Note: parts of a gather]
 
-A bucket of 25 MB takes a fifth of a second on a link of 1 Gbit/s. A forward that waited for its first layer until the
-whole bucket is there would leave the processor idle. So a gather during the next forward is cut between parameters, the
-bucket's last ones first, which the forward needs first, into parts that are large next to the cost of a message.
-Parameters that one rank owns alone (``partition="parameter"``) are not parted, since one rank would send each part and
-the links of the others rest; nor is a message of a wire, whose blocks cross parameters. Parts depend on the sizes of
-the parameters alone, so they are the same on every rank.
+A bucket of 25 MB takes a fifth of a second on a link of 1 Gbit/s, for which a forward would wait for its first layer.
+So a gather during the next forward is cut between parameters, the bucket's last ones first, which the forward needs
+first, into parts that are large next to the cost of a message. Whole parameters are not parted, since one rank would
+send each part and the links of the others rest; nor is a message of a wire, whose blocks cross parameters. Parts depend
+on the sizes of the parameters alone, so they are the same on every rank.
 
 [Note: reduced in turn]
 
 A collective needs a packed copy of the bucket. DDP's first pass has one bucket of the whole model, and that copy would
-be the largest of the whole run. So a pass of a single large bucket is reduced in parts, one after another. Where other
-buckets follow, the link would rest between parts; those are reduced whole. On Gloo messages are added row by row
-instead: see [Note: rows of a sum] in :mod:`overlap._torch.c10d`.
+be the largest of the run. So a single large bucket is reduced in parts, one after another; where other buckets follow,
+the link would rest between parts. On Gloo see [Note: rows of a sum] in :mod:`overlap._torch.c10d`.
 """
 
 from __future__ import annotations
@@ -44,11 +42,9 @@ __all__ = [
     "BucketShards",
     "Shard",
     "beginning",
-    "beginnings",
     "flatten",
     "in_elements",
     "is_narrower",
-    "least_part_bytes",
     "parts_by_need",
     "reduced",
     "shards_of_bucket",
@@ -57,13 +53,9 @@ __all__ = [
 _LEAST_BYTES = 2**20
 # Networks of accelerators are a hundred times as fast, and a launch of theirs takes as long as a message of a CPU.
 _LEAST_BYTES_ON_STREAMS = 2**24
-
 # Of DDP's buckets by default; on accelerators they are often given more.
 _AT_ONCE_BYTES = 25 * 2**20
 _AT_ONCE_BYTES_ON_STREAMS = 2**28
-
-_Cuts = tuple[list[int], list[int]]
-"""The lengths that cut a buffer, and the places of the pieces among the cuts, in the pieces' order."""
 
 
 class Shard:
@@ -214,9 +206,8 @@ class Shard:
 class BucketShards:
     """Cuts the buffers of a bucket into the pieces that each rank owns.
 
-    *Flat* is a buffer of parameter after parameter, as DDP's bucket. *Packed* is one of rank after rank without the
-    parameters that are not sharded, so that the pieces of a rank are one segment that a collective can send; segments
-    have one length if parameters are cut.
+    *Flat* is a buffer of parameter after parameter, as DDP's bucket. *Packed* is one of rank after rank, of sharded
+    parameters alone: a rank's pieces are one segment that a collective can send, of one length if parameters are cut.
 
     Args:
         shards: of each parameter of the bucket; ``None`` of one that is not sharded.
@@ -227,51 +218,52 @@ class BucketShards:
 
     def __init__(self, shards: Sequence[Shard | None], numels: Sequence[int], rank: int, segment_multiple: int) -> None:
         self._by_place, self._numels, self._multiple = shards, numels, segment_multiple
+        self._starts = [0, *itertools.accumulate(numels)]
         self.rank = rank
         self._shards = [shard for shard in shards if shard is not None]
         self.is_even = not any(shard.is_whole and shard.parameter.dim() for shard in self._shards)
         """Whether ranks send as much as each other in a gather, and so a collective can."""
         self.ranks = range(len(self._shards[0].ranges))
-        pieces = [
-            [
-                (place, shard, rank)
-                for place, shard in enumerate(shards)
-                if shard and shard.ranges[rank][0] < shard.ranges[rank][1]
-            ]
-            for rank in self.ranks
-        ]
-        ends = list(itertools.accumulate(map(len, pieces)))
-        self.of_rank = [slice(end - len(own), end) for own, end in zip(pieces, ends, strict=True)]
+        self.of_rank: list[slice] = []
         """Where the pieces of each rank are among all, in packed order."""
-        self._pieces = list(itertools.chain.from_iterable(pieces))
-        self.parameter_pieces = [shard.views[rank] for _, shard, rank in self._pieces]
+        self.parameter_pieces: list[Tensor] = []
         """The parameters' own memory, in packed order."""
-        self.owned_numels = [sum(piece.numel() for piece in self.parameter_pieces[own]) for own in self.of_rank]
+        self.owned_numels: list[int] = []
         """How many elements each rank owns."""
+        # Where the pieces are in a flat buffer.
+        self._flat_slices: list[slice] = []
+        for owner in self.ranks:
+            first = len(self.parameter_pieces)
+            for place, shard in enumerate(shards):
+                if shard is not None and shard.ranges[owner][0] < shard.ranges[owner][1]:
+                    self.parameter_pieces.append(shard.views[owner])
+                    self._flat_slices.append(self._slice(place, owner))
+            self.of_rank.append(slice(first, len(self.parameter_pieces)))
+            self.owned_numels.append(sum(piece.numel() for piece in self.parameter_pieces[first:]))
         self.gathered_numels = [max(self.owned_numels)] * len(self.ranks) if self.is_even else self.owned_numels
         """How many elements each rank sends in a gather."""
-        self._segment_numels = [
-            round_up(numel, segment_multiple if self.is_even else 1) for numel in self.gathered_numels
-        ]
-        self.packed_numel = sum(self._segment_numels)
-        start = sum(self._segment_numels[:rank])
-        self.segment = slice(start, start + self._segment_numels[rank])
+        segments = [round_up(numel, segment_multiple if self.is_even else 1) for numel in self.gathered_numels]
+        self.packed_numel = sum(segments)
+        start = sum(segments[:rank])
+        self.segment = slice(start, start + segments[rank])
         """Where the segment of this rank is in a packed buffer."""
+        self._packed_slices: list[slice] = []
+        for own, start in zip(self.of_rank, itertools.accumulate(segments, initial=0), strict=False):
+            for piece in self.parameter_pieces[own]:
+                self._packed_slices.append(slice(start, start := start + piece.numel()))
         self.owned = [shard for shard in self._shards if shard.own is not None]
         """The shards that this rank's optimizer has a part of, which may be empty."""
         self.are_sharded = [shard is not None for shard in shards]
         """For each parameter of the bucket, whether it is sharded."""
-        # Where in a flat buffer this rank's part of each parameter is, empty for one that is not sharded.
-        self._slices: list[slice] = []
-        self._own_slices: list[slice] = []
-        self._rest_slices: list[slice] = []
-        for shard, numel, start in zip(shards, numels, itertools.accumulate(numels, initial=0), strict=False):
-            first, end = (0, 0) if shard is None else shard.range
-            self._slices.append(slice(start + first, start + end))
-            if shard is None:
-                self._rest_slices.append(slice(start, start + numel))
-            elif shard.own is not None:
-                self._own_slices.append(self._slices[-1])
+        # Where in a flat buffer this rank's parts, and parameters that are not sharded, are.
+        places = range(len(shards))
+        self._own_slices = [self._slice(place, rank) for place in places if (s := shards[place]) and s.own is not None]
+        self._rest_slices = [slice(*self._starts[place : place + 2]) for place in places if shards[place] is None]
+
+    def _slice(self, place: int, owner: int) -> slice:
+        """Where the part of a parameter that a rank owns is in a flat buffer; empty if it is not sharded."""
+        start, shard = self._starts[place], self._by_place[place]
+        return slice(start, start) if shard is None else slice(*(start + each for each in shard.ranges[owner]))
 
     def __iter__(self) -> Iterator[Shard]:
         """The shards in the bucket's order, without the parameters that are not sharded."""
@@ -280,7 +272,7 @@ class BucketShards:
     @property
     def owning(self) -> list[Shard]:
         """The shards of the pieces that this rank owns, in packed order."""
-        return [shard for _, shard, _ in self._pieces[self.of_rank[self.rank]]]
+        return [shard for shard in self._shards if shard.range[0] < shard.range[1]]
 
     def own_of(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
         """Those of ``pieces``, in packed order, that this rank owns."""
@@ -291,44 +283,13 @@ class BucketShards:
         own = self.of_rank[self.rank]
         return [*pieces[: own.start], *pieces[own.stop :]]
 
-    def by_rank(self, pieces: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """``pieces``, in packed order, of each rank."""
-        return [pieces[own] for own in self.of_rank]
-
-    @cached_property
-    def _packed_cuts(self) -> _Cuts:
-        lengths: list[int] = []
-        chosen: list[int] = []
-        for own, segment_numel, owned_numel in zip(self.of_rank, self._segment_numels, self.owned_numels, strict=True):
-            for piece in self.parameter_pieces[own]:
-                chosen.append(len(lengths))
-                lengths.append(piece.numel())
-            lengths.append(segment_numel - owned_numel)
-        return lengths, chosen
-
-    @cached_property
-    def _flat_cuts(self) -> _Cuts:
-        lengths: list[int] = []
-        found: dict[tuple[int, int], int] = {}
-        for place, (shard, numel) in enumerate(zip(self._by_place, self._numels, strict=True)):
-            if shard is None:
-                lengths.append(numel)
-                continue
-            for start, end, rank in sorted((start, end, rank) for rank, (start, end) in enumerate(shard.ranges)):
-                if start < end:
-                    found[place, rank] = len(lengths)
-                    lengths.append(end - start)
-        return lengths, [found[place, rank] for place, _, rank in self._pieces]
-
     def cut_packed(self, packed: Tensor) -> list[Tensor]:
         """The pieces of a packed buffer."""
-        lengths, chosen = self._packed_cuts
-        return list(map(packed.split_with_sizes(lengths).__getitem__, chosen))
+        return list(map(packed.__getitem__, self._packed_slices))
 
     def cut_flat(self, flat: Tensor) -> list[Tensor]:
         """The pieces of a flat buffer, in packed order."""
-        lengths, chosen = self._flat_cuts
-        return list(map(flat.split_with_sizes(lengths).__getitem__, chosen))
+        return list(map(flat.__getitem__, self._flat_slices))
 
     def rest(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat buffer that belong to parameters which are not sharded."""
@@ -343,35 +304,36 @@ class BucketShards:
         sharded."""
         # DDP's buffer holds a complex gradient as pairs of real numbers.
         width = 2 if self._shards[0].parameter.is_complex() and not flat.is_complex() else 1
+        slices = [self._slice(place, self.rank) for place in range(len(self._numels))]
         return tuple(
-            None if shard is None else flat[width * place.start : width * place.stop]
-            for shard, place in zip(self._by_place, self._slices, strict=True)
+            flat[width * own.start : width * own.stop] if is_sharded else None
+            for own, is_sharded in zip(slices, self.are_sharded, strict=True)
         )
 
     @cached_property
     def parts(self) -> list[BucketShards]:
         """The bucket in parts, the last parameters first. See [Note: parts of a gather]."""
-        parts = parts_by_need(self._sizes_bytes, least_part_bytes(self._shards[0].parameter.device))
-        if not self.is_even or len(parts) == 1:
-            return [self]
-        return [self._part(places) for places in parts]
+        on_streams = has_streams(self._shards[0].parameter.device)
+        return [part for part, _ in self._cut(_LEAST_BYTES_ON_STREAMS if on_streams else _LEAST_BYTES, self.is_even)]
 
     @cached_property
     def in_turn(self) -> list[tuple[BucketShards, slice]]:
         """The bucket in parts with their places in a flat buffer. See [Note: reduced in turn]."""
         on_streams = has_streams(self._shards[0].parameter.device)
-        parts = parts_by_need(self._sizes_bytes, _AT_ONCE_BYTES_ON_STREAMS if on_streams else _AT_ONCE_BYTES)
-        if len(parts) == 1:
-            return [(self, slice(0, sum(self._numels)))]
-        starts = [0, *itertools.accumulate(self._numels)]
-        return [(self._part(places), slice(starts[places.start], starts[places.stop])) for places in reversed(parts)]
+        return self._cut(_AT_ONCE_BYTES_ON_STREAMS if on_streams else _AT_ONCE_BYTES)
 
-    @property
-    def _sizes_bytes(self) -> list[int]:
-        return [0 if shard is None else shard.parameter.nbytes for shard in self._by_place]
-
-    def _part(self, places: slice) -> BucketShards:
-        return BucketShards(self._by_place[places], self._numels[places], self.rank, self._multiple)
+    def _cut(self, least_bytes: int, may_cut: bool = True) -> list[tuple[BucketShards, slice]]:
+        sizes_bytes = [0 if shard is None else shard.parameter.nbytes for shard in self._by_place]
+        places = parts_by_need(sizes_bytes, least_bytes)
+        if len(places) == 1 or not may_cut:
+            return [(self, slice(None))]
+        return [
+            (
+                BucketShards(self._by_place[some], self._numels[some], self.rank, self._multiple),
+                slice(self._starts[some.start], self._starts[some.stop]),
+            )
+            for some in places
+        ]
 
     def note_written(self) -> None:
         """The gather has written the other ranks' parts."""
@@ -419,23 +381,8 @@ def flatten(tensor: Tensor) -> Tensor:
 
 def beginning(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     """The beginning of ``flat``, which may be longer, in parts of the lengths of ``pieces``."""
-    return beginnings(flat[None], [pieces])
-
-
-def beginnings(rows: Tensor, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The :func:`beginning` of each of ``rows``, which are contiguous, one after another."""
-    lengths: list[int] = []
-    for own in pieces:
-        numels = [piece.numel() for piece in own]
-        lengths += [*numels, rows.size(1) - sum(numels)]
-    ends = set(itertools.accumulate(len(own) + 1 for own in pieces))
-    parts = rows.view(-1).split_with_sizes(lengths)
-    return [part for place, part in enumerate(parts, start=1) if place not in ends]
-
-
-def least_part_bytes(device: torch.device) -> int:
-    """How many bytes of parameters a part of a gather on ``device`` has at least."""
-    return _LEAST_BYTES_ON_STREAMS if has_streams(device) else _LEAST_BYTES
+    numels = [piece.numel() for piece in pieces]
+    return flat.split_with_sizes([*numels, flat.numel() - sum(numels)])[:-1]
 
 
 def parts_by_need(sizes_bytes: Sequence[int], least_bytes: int) -> list[slice]:

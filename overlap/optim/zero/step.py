@@ -9,7 +9,7 @@ of a non-finite gradient elsewhere marks one element of a part that it does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,20 +41,16 @@ __all__ = ["ReduceScatter", "ZeroStep"]
 class ReduceScatter(Stage):
     """Reduce-scatters a bucket: each rank gets the mean of its part of the parameters of ``zeros``.
 
-    This is the first half of :class:`ZeroStep`, for chains in which other stages need the mean, too: transforms that
-    come between, further updates. A chain that begins with a ``ZeroStep`` gets this stage automatically where it is
-    needed, so you rarely have to write it::
-
-        chain(ReduceScatter(zero_muon, zero_adamw), ZeroStep(zero_muon), ZeroStep(zero_adamw)).register(ddp)
-
-    Sets ``bucket.owned``. After it ``bucket.buffer`` holds the mean where this rank owns it, elsewhere this rank's own
-    gradient divided by ``W``; parameters that none of ``zeros`` has are averaged on all ranks.
+    This is the first half of :class:`ZeroStep`, for chains in which other stages need the mean, too; a chain gets it
+    by itself where it is needed. Sets ``bucket.owned``. After it ``bucket.buffer`` holds the mean where this rank owns
+    it, elsewhere this rank's own gradient divided by ``W``; parameters that none of ``zeros`` has are averaged on all
+    ranks.
 
     Args:
         zeros: the optimizers; a ``ZeroStep`` of each follows in the chain.
 
-    Communication: per bucket one reduce-scatter, and one all-reduce of the parameters that none of ``zeros`` has, if
-    there are some. It sends ``N (W-1)/W`` elements of a bucket of ``N``.
+    Communication: per bucket of ``N`` elements one reduce-scatter, which sends ``N (W-1)/W``, and one all-reduce of the
+        parameters that none of ``zeros`` has, if there are some.
 
     Raises:
         ConfigurationError: ``zeros`` are not different optimizers of one process group, or (at registration) the chain
@@ -69,17 +65,17 @@ class ReduceScatter(Stage):
 
     def __init__(self, *zeros: ZeroRedundancyOptimizer) -> None:
         self.zeros = tuple(unwrapped(zero) for zero in zeros)
+        if len(set(map(id, self.zeros))) != max(1, len(self.zeros)):
+            raise ConfigurationError(
+                f"ReduceScatter takes the optimizers it reduces for, each once, got {len(self.zeros)}: "
+                "ReduceScatter(zero)"
+            )
         for zero in self.zeros:
             if not isinstance(zero, ZeroRedundancyOptimizer):
                 raise ConfigurationError(
                     f"ReduceScatter takes overlap.ZeroRedundancyOptimizers, got {described(zero)}; to average on every "
                     "rank use AllReduce()"
                 )
-        if not self.zeros or len(set(map(id, self.zeros))) < len(self.zeros):
-            raise ConfigurationError(
-                f"ReduceScatter takes the optimizers it reduces for, each once, got {len(self.zeros)}: "
-                "ReduceScatter(zero)"
-            )
         self.exchange = self.zeros[0].exchange
         """How ranks exchange gradients."""
         # By the index of a bucket: its parameters, the versions of the optimizers', and its shards.
@@ -145,11 +141,7 @@ class ZeroStep(Update[ShardedLayout]):
     """Each rank updates its part of a bucket's parameters and gathers the others' parts.
 
     If it is first in its chain, the stage reduce-scatters the bucket itself, and sends as much as DDP's all-reduce.
-    After a reducer, each rank updates its part with the reducer's result.
-
-    *Interleaved* (default): each bucket is updated as soon as it is reduced, while backward computes the next ones.
-    *Deferred*: all buckets are updated at once in ``zero.step()``, as clipping by the global norm and ``GradScaler``
-    need. Call ``zero.step()`` once for each synchronized backward in either case, unless ``automatic``.
+    After a reducer, each rank updates its part with the reducer's result. See ``docs/zero.md`` for the forms.
 
     Without a reducer before it, this rank has the mean only of the elements that it owns, so ``.grad`` can neither be
     read nor changed after backward: an attempt raises ``TrainingLoopError``. After a reducer ``.grad`` is the mean;
@@ -158,26 +150,21 @@ class ZeroStep(Update[ShardedLayout]):
     Args:
         zero: the optimizer; the model must have all its trainable parameters. Other parameters of the model are
             averaged and keep their ``.grad``.
-        deferred: update in ``zero.step()``.
-        clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``. After a
-            reducer that is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` bit for bit (of the
-            parameters that ``zero`` has); where the stage reduces by itself, up to the order of summation.
+        deferred: update all buckets at once in ``zero.step()``, as ``GradScaler`` needs, not each one in backward as
+            soon as it is reduced.
+        clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
         norm_type: the type of the norm; ``float("inf")`` for the maximum.
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
             ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
-            call ``zero.wait()`` before you read one that you hold yourself, in a list or in ``param_groups``.
+            call ``zero.wait()`` before you read one that you hold yourself.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
         reduce_wire: sends gradients to their owners in fewer bytes, such as ``Int4()``; the stage must then be the
             reducer of its chain. See [Note: wires of a sharded update].
-        gather_wire: sends new parameters in fewer bytes, such as ``Int8()``, as differences from the parameters that
-            all ranks have. Takes a copy of this rank's part of the parameters, and one in the dtype of the true
-            weights, ``master_dtype`` if that is wider.
-        error_feedback: add the rounding errors of ``reduce_wire`` to the next step's gradients; takes one fp32 copy of
-            the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes them on no
-            rank.
-        release_gradients: free a bucket's memory as soon as it is updated and gathered, and allocate it again for its
-            next gradient, so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
-            ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
+        gather_wire: sends new parameters in fewer bytes, as differences from the parameters that all ranks have.
+        error_feedback: add the rounding errors of ``reduce_wire`` to the next step's gradients. A pass with a mean
+            that is not finite, or that fails, changes them on no rank.
+        release_gradients: free a bucket's memory as soon as it is updated and gathered. ``.grad`` cannot be read after
+            backward. Needs ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
     Communication: per bucket one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one
         all-reduce of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all
@@ -194,11 +181,8 @@ class ZeroStep(Update[ShardedLayout]):
     >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
     >>> chain(ZeroStep(zero)).register(ddp)
     <chain(ZeroStep(AdamW, interleaved)) registered>
-    >>> before = model[0].weight.clone()
     >>> loss_fn(ddp(x), y).backward()  # reduces, updates and gathers
     >>> zero.step()
-    >>> bool((model[0].weight != before).any())
-    True
     """
 
     optimizer: ZeroRedundancyOptimizer
@@ -264,7 +248,6 @@ class ZeroStep(Update[ShardedLayout]):
         self._follows_its_reducer = False
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
-        self._shards = zero.shards
         # Of the last backward: its buckets in their order, and whether its gradients are finite.
         self._gathers: list[Gather] = []
         self._vote = _FiniteVote()
@@ -272,12 +255,12 @@ class ZeroStep(Update[ShardedLayout]):
     # The primitives of an update.
 
     def owns_gradient_of(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._shards
+        return id(parameter) in self.zero.shards
 
     def make_layout(self, bucket: Bucket) -> ShardedLayout:
         # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
         self.zero.exchange.workspace.trim()
-        shards = shards_of_bucket(bucket.parameters, self._shards)
+        shards = shards_of_bucket(bucket.parameters, self.zero.shards)
         parameters = [] if shards is None else [shard.parameter for shard in shards]
         own = [] if shards is None else [shard.parameter for shard in shards.owned]
         return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards, own)
@@ -324,7 +307,7 @@ class ZeroStep(Update[ShardedLayout]):
     def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         veto = self.lifecycle.veto
         if veto.found_inf is None or not veto.stops:
-            shards = map(self._shards.__getitem__, map(id, parameters))
+            shards = map(self.zero.shards.__getitem__, map(id, parameters))
             self.zero.update(list(zip(shards, gradients, strict=True)), veto)
 
     async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
@@ -368,7 +351,8 @@ class ZeroStep(Update[ShardedLayout]):
 
     def begin(self) -> None:
         self._gathers = []
-        self._vote.begin()
+        if self.lifecycle.outcome is Phase.REDUCED:
+            self._vote.begin()
         self.zero.begin()
         if self.memory is not None:
             self.memory.begin()
@@ -387,7 +371,7 @@ class ZeroStep(Update[ShardedLayout]):
     def conclude(self) -> None:
         self.lifecycle.has_parts = not self.has_whole_mean
         if self.leaves_update:
-            self._vote.mark(self._shards.values())
+            self._vote.mark(self.zero.shards.values())
         elif self._gathers_in_forward and not self.lifecycle.veto.stops:
             self.gather()
 
@@ -473,7 +457,8 @@ class ZeroStep(Update[ShardedLayout]):
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         _check_same_group(context.group, zero.process_group)
         shards = zero.shards.values()
-        self.check_covers([shard.parameter for shard in shards], [shard.name for shard in shards], context)
+        if context.names is not None:
+            check_covered([shard.parameter for shard in shards], [shard.name for shard in shards], context.names)
         if self.error_feedback and context.names is None:
             raise ConfigurationError(
                 f"{self!r} keeps errors by the parameters' names, which are not known to a hook registered with "
@@ -494,19 +479,10 @@ class ZeroStep(Update[ShardedLayout]):
             raise
         zero.updates.append(self)
 
-    def check_covers(
-        self, parameters: Sequence[Tensor], names: Sequence[str], context: StageContext | None = None
-    ) -> None:
-        """Raises: ConfigurationError: the model does not train one of ``parameters``, which have these ``names``."""
-        context = context or self.context
-        trained = None if context is None else context.names
-        pairs = zip(names, parameters, strict=True)
-        outside = [name for name, p in pairs if trained is not None and p.requires_grad and p not in trained]
-        if outside:
-            raise ConfigurationError(
-                f"{len(outside)} of {len(parameters)} parameters of the ZeroRedundancyOptimizer are not trained by "
-                f"this model, the first is {outside[0]}: build it from this model's ddp.parameters()"
-            )
+    def check_added(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raises: ConfigurationError: the model does not train parameters that are added to the optimizer."""
+        if self.context is not None and self.context.names is not None:
+            check_covered(parameters, names, self.context.names)
 
     def _prepare_wires(self) -> None:
         """Prepare the parameters that travel through wires. Raises: UnsupportedError: one is complex."""
@@ -531,18 +507,13 @@ class ZeroStep(Update[ShardedLayout]):
         self._prefetch.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot of the memory of the wires: ``error`` by parameter's name, the rounding's ``generator``, and the
-        ``rank`` and number of ``ranks`` that it belongs to; empty without wires and before the first pass."""
+        """As :meth:`StageMemory.state_dict`, of the wires; empty without any."""
         self.wait()
         return {} if self.memory is None else self.memory.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the :meth:`state_dict` of this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: it has errors and this stage keeps none, or (at the latest when this is registered) it
-                is another model's or another rank's; for another number of ranks, see :meth:`redistribute`.
-        """
+        """Load the :meth:`state_dict` of this rank, before or after registering. Raises: ConfigurationError: it does
+        not fit; for another number of ranks, see :meth:`redistribute`."""
         if self.memory is None:
             super().load_state_dict(state_dict)
         else:
@@ -551,35 +522,43 @@ class ZeroStep(Update[ShardedLayout]):
     redistribute = staticmethod(redistribute)
 
     def __repr__(self) -> str:
-        parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
-        if self.clipping is not None:
-            parts.append(f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}")
-        if self._gathers_in_forward:
-            parts.append("gather in forward")
-        if self.is_automatic:
-            parts.append("automatic")
         options = {
             "reduce_wire": self.reduce_wire,
             "gather_wire": self.gather_wire,
             "error_feedback": self.error_feedback,
             "release_gradients": self.releases_gradients,
         }
-        return f"ZeroStep({', '.join([*parts, *(f'{key}={value!r}' for key, value in options.items() if value)])})"
+        parts = [
+            self.optimizer_name,
+            "deferred" if self.is_deferred else "interleaved",
+            self.clipping and f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}",
+            self._gathers_in_forward and "gather in forward",
+            self.is_automatic and "automatic",
+            *(value and f"{key}={value!r}" for key, value in options.items()),
+        ]
+        return f"ZeroStep({', '.join(part for part in parts if part)})"
 
 
 def _check_wires(reduce_wire: Wire | None, gather_wire: Wire | None, *, error_feedback: bool) -> None:
     """Raises: ConfigurationError: one of these is not what it should be."""
     for name, wire in (("reduce_wire", reduce_wire), ("gather_wire", gather_wire)):
-        if isinstance(wire, type) and issubclass(wire, Wire):
-            raise ConfigurationError(f"{name} is the class {wire.__name__}: give one of its objects, {wire.__name__}()")
         if wire is not None and not isinstance(wire, Wire):
             raise ConfigurationError(f"{name} is a Wire such as Int8(), or None, got {described(wire)}")
     check_flag("error_feedback", error_feedback)
     if error_feedback and reduce_wire is None:
         raise ConfigurationError(
             "error_feedback=True keeps what reduce_wire leaves out of gradients, and reduce_wire is None: give one, as "
-            "reduce_wire=Int4(), or leave error_feedback out; gather_wire needs none, since each difference holds what "
-            "the one before left out"
+            "reduce_wire=Int4(), or leave error_feedback out; gather_wire needs none"
+        )
+
+
+def check_covered(parameters: Sequence[Tensor], names: Sequence[str], model: Collection[Tensor]) -> None:
+    """Raises: ConfigurationError: ``model`` does not train one of ``parameters``, which have these ``names``."""
+    outside = [name for name, p in zip(names, parameters, strict=True) if p.requires_grad and p not in model]
+    if outside:
+        raise ConfigurationError(
+            f"{len(outside)} of {len(parameters)} parameters of the ZeroRedundancyOptimizer are not trained by this "
+            f"model, the first is {outside[0]}: build it from this model's ddp.parameters()"
         )
 
 
@@ -606,17 +585,12 @@ class _FiniteVote:
         self._verdict = None
 
     async def cast(self, gradients: Sequence[Tensor], bucket: Bucket) -> None:
-        """Note the averaged gradients of a bucket; after the last one is reduced, ask the other ranks.
-
-        Communication: one all-reduce of a number.
-        """
+        """Note the averaged gradients of a bucket; after the last one, ask the other ranks by one all-reduce."""
         self._largest.look(gradients)
         await whole_pass()
-        if not bucket.is_last:
-            return
-        verdict = self._largest.found_inf(bucket.buffer.device)
-        await all_reduce(verdict, op=dist.ReduceOp.MAX, group=bucket.group)
-        self._verdict = verdict
+        if bucket.is_last:
+            self._verdict = self._largest.found_inf(bucket.buffer.device)
+            await all_reduce(self._verdict, op=dist.ReduceOp.MAX, group=bucket.group)
 
     @torch.no_grad()
     def mark(self, shards: Iterable[Shard]) -> None:

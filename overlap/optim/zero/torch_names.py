@@ -12,7 +12,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
 from overlap.hooks.adapters import CommHook, as_stage
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-from overlap.optim.zero.step import ZeroStep
+from overlap.optim.zero.step import ZeroStep, check_covered
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -24,16 +24,10 @@ def hook_with_zero_step(
     shard_buckets: bool = False,
 ) -> StageHook:
     """``chain(hook, ZeroStep(zero, deferred=True, automatic=True))`` for ``ddp.register_comm_hook(hook_state, ...)``,
-    whose ``hook_state`` becomes the state of ``hook``.
+    whose ``hook_state`` becomes the state of ``hook``, a communication hook or a reducer.
 
-    The loop calls no ``zero.step()`` (a call does nothing) and calls ``zero_grad()`` as usual. Every iteration makes an
-    update. With an all-reduce as ``hook`` a step sends 1.5 times as much as DDP's.
-
-    Args:
-        hook: a communication hook or a reducer.
-        ddp: the model; it must have all parameters of ``zero``.
-        zero: made with ``overlap_with_ddp=True``.
-        shard_buckets: accepted for compatibility; every bucket is always divided among the ranks.
+    The loop calls no ``zero.step()`` (a call does nothing) and calls ``zero_grad()`` as usual. ``shard_buckets`` is
+    accepted for compatibility; every bucket is divided among the ranks.
 
     Raises:
         ConfigurationError: ``zero`` was not made with ``overlap_with_ddp=True``, or has others than ``ddp``.
@@ -74,12 +68,8 @@ def _hook(
         raise ConfigurationError(
             f"{name} updates in backward: make the ZeroRedundancyOptimizer with overlap_with_ddp=True"
         )
-    trained = {id(parameter) for parameter in ddp.parameters()}
-    outside = [shard.name for key, shard in zero.shards.items() if key not in trained]
-    if outside:
-        raise ConfigurationError(
-            f"{len(outside)} parameters of the ZeroRedundancyOptimizer are not in this model, the first is {outside[0]}"
-        )
+    shards = zero.shards.values()
+    check_covered([shard.parameter for shard in shards], [shard.name for shard in shards], set(ddp.parameters()))
 
     def build(hook_state: Any) -> Chain:
         return chain(as_stage(hook, hook_state), update)

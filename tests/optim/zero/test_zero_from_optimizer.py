@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -92,28 +91,6 @@ def _goes_on(rank: int, world_size: int) -> None:
 
 def test_it_goes_on_bit_for_bit_with_groups_defaults_and_state() -> None:
     run_ranks(_goes_on, 2)
-
-
-def _options(rank: int, world_size: int) -> None:
-    """Of 16-bit parameters, moments are those of the masters; a group that is added has the defaults."""
-    module = MLP.model().to(torch.bfloat16)
-    parameters = list(module.parameters())
-    built = _factory(module)
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 0.5)
-    built.step()
-    whole = copy.deepcopy(built.state_dict())
-    zero = ZeroRedundancyOptimizer.from_optimizer(built, master_dtype=torch.float32, partition="parameter")
-    assert zero.partition == "parameter"
-    assert all(one["exp_avg"].dtype is torch.float32 for one in zero.optim.state.values())
-    zero.add_param_group({"params": [torch.nn.Parameter(torch.zeros(8))]})
-    assert zero.param_groups[2]["betas"] == (0.9, 0.95)
-    assert zero.param_groups[2]["weight_decay"] == built.defaults["weight_decay"]
-    assert_parity(built.state_dict(), whole, what="the old one is as it was")
-
-
-def test_masters_and_partition_may_be_chosen_and_the_old_optimizer_is_as_it_was() -> None:
-    run_ranks(_options, 2)
 
 
 def _scheduled(optimizer: Any) -> Any:

@@ -20,6 +20,10 @@ from overlap.optim.zero import shards as cutting
 from overlap.optim.zero.exchange import Workspace
 
 
+def _held_bytes(workspace: Workspace) -> int:
+    return sum(kept.nbytes for kept in workspace._free)
+
+
 def test_a_workspace_keeps_as_many_buffers_as_were_in_use_at_once() -> None:
     workspace, like = Workspace(), torch.empty(0)
     for numel in (10, 100, 50, 1000, 7):
@@ -27,71 +31,11 @@ def test_a_workspace_keeps_as_many_buffers_as_were_in_use_at_once() -> None:
         assert first.numel() >= numel and first.data_ptr() != second.data_ptr()
         workspace.give(first)
         workspace.give(second)
-    assert workspace.held_bytes == 2 * 1000 * 4
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a rank keeps between steps of a model of `parameter_bytes`."""
-
-    parameter_bytes: int
-    state_bytes: int
-    workspace_bytes: int
-    largest_bucket_bytes: int
-    has_copies: bool
-
-
-def _kept(rank: int, world_size: int) -> Kept:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 33, 3),
-        nn.BatchNorm2d(33),
-        nn.ReLU(),
-        nn.Conv2d(33, 70, 3),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(70, 257),
-        nn.Linear(257, 131),
-    )
-    ddp = wrap(model, bucket_cap_mb=0.1)
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True)
-    chain(ZeroStep(zero)).register(ddp)
-    inputs = torch.randn(2, 3, 8, 8)
-    for _ in range(3):
-        ddp(inputs).sum().backward()
-        zero.step()
-    shards = zero.shards.values()
-    assert all(shard.own is not None for shard in shards), "every rank has a chunk of every parameter"
-    return Kept(
-        parameter_bytes=sum(p.nbytes for p in model.parameters()),
-        state_bytes=sum(v.nbytes for state in zero.optim.state.values() for v in state.values() if v.ndim),
-        workspace_bytes=zero.exchange.workspace.held_bytes,
-        largest_bucket_bytes=max(bucket_sizes_bytes(ddp)),
-        has_copies=any(_address(shard.own) != _address(shard.parameter) for shard in shards if shard.own is not None),
-    )
+    assert _held_bytes(workspace) == 2 * 1000 * 4
 
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda world_size: f"{world_size} ranks")
-def kept(request: pytest.FixtureRequest) -> list[Kept]:
-    return run_ranks(_kept, request.param)
-
-
-def test_a_rank_keeps_its_share_of_the_state(kept: list[Kept]) -> None:
-    share = 2 * kept[0].parameter_bytes / len(kept)
-    assert all(abs(rank.state_bytes - share) <= 0.01 * share for rank in kept)
-
-
-def test_a_rank_keeps_no_copy_of_parameters(kept: list[Kept]) -> None:
-    assert not any(rank.has_copies for rank in kept)
-
-
-def test_between_steps_a_rank_keeps_the_buffers_of_the_buckets_that_were_under_way(kept: list[Kept]) -> None:
-    # Two or three buckets are under way at once: small pieces go out packed, and as much comes in.
-    assert all(rank.workspace_bytes <= 3 * 2 * rank.largest_bucket_bytes for rank in kept)
 
 
 class Allocations(TorchDispatchMode):
@@ -157,17 +101,19 @@ def _count(zero: ZeroRedundancyOptimizer) -> Allocations:
 
 
 @dataclass(frozen=True)
-class Temporaries:
-    """What two steps allocated beside a model of `parameter_bytes`."""
+class Memory:
+    """What two steps allocated beside a model of `parameter_bytes`, and what is kept."""
 
     parameter_bytes: int
+    state_bytes: int
+    has_copies: bool
     bucket_bytes: int
     workspace_bytes: int
     largest_bytes: int
     peak_bytes: int
 
 
-def _temporaries(rank: int, world_size: int, form: dict[str, Any] | None) -> Temporaries:
+def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory:
     exchange._LARGE_NUMEL = 1000
     optimizer._BUCKET_BYTES = 30_000
     torch.manual_seed(0)
@@ -181,7 +127,7 @@ def _temporaries(rank: int, world_size: int, form: dict[str, Any] | None) -> Tem
         if step == 2:
             # The buckets are final; what the first one needed, of the whole model, is not kept.
             zero.wait()
-            workspace_bytes = zero.exchange.workspace.held_bytes
+            workspace_bytes = _held_bytes(zero.exchange.workspace)
             zero.exchange.workspace.trim()
             allocations = _count(zero)
         if form is None:
@@ -189,8 +135,12 @@ def _temporaries(rank: int, world_size: int, form: dict[str, Any] | None) -> Tem
         ddp(torch.randn(2, 64)).sum().backward()
         zero.step()
     zero.wait()
-    return Temporaries(
+    owning = [shard for shard in zero.shards.values() if shard.own is not None]
+    assert len(owning) == len(zero.shards), "every rank has a chunk of every parameter"
+    return Memory(
         parameter_bytes=sum(p.nbytes for p in model.parameters()),
+        state_bytes=sum(v.nbytes for state in zero.optim.state.values() for v in state.values() if v.ndim),
+        has_copies=any(_address(shard.own) != _address(shard.parameter) for shard in owning),
         bucket_bytes=max(bucket_sizes_bytes(ddp)),
         workspace_bytes=workspace_bytes,
         largest_bytes=allocations.largest_bytes,
@@ -204,22 +154,27 @@ def world_size(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module", params=[{}, {"deferred": True}, {"gather": "forward"}, None], ids=str)
-def temporaries(request: pytest.FixtureRequest, world_size: int) -> list[Temporaries]:
-    results: list[Temporaries] = run_ranks(_temporaries, world_size, request.param)
+def memory(request: pytest.FixtureRequest, world_size: int) -> list[Memory]:
+    results: list[Memory] = run_ranks(_measured, world_size, request.param)
     assert all(rank.parameter_bytes > 9 * rank.bucket_bytes for rank in results), "or there would be nothing to see"
     return results
 
 
-def test_no_temporary_is_larger_than_a_bucket(temporaries: list[Temporaries]) -> None:
-    assert all(0 < rank.largest_bytes <= rank.bucket_bytes for rank in temporaries)
+def test_a_rank_keeps_its_share_of_the_state_and_no_copy_of_parameters(memory: list[Memory]) -> None:
+    share = 2 * memory[0].parameter_bytes / len(memory)
+    assert all(abs(rank.state_bytes - share) <= 0.01 * share and not rank.has_copies for rank in memory)
 
 
-def test_as_many_temporaries_live_together_as_there_are_buckets_under_way(temporaries: list[Temporaries]) -> None:
-    assert all(rank.peak_bytes <= 3 * rank.bucket_bytes for rank in temporaries)
+def test_no_temporary_is_larger_than_a_bucket(memory: list[Memory]) -> None:
+    assert all(0 < rank.largest_bytes <= rank.bucket_bytes for rank in memory)
 
 
-def test_the_buffers_of_the_first_backward_are_not_kept(temporaries: list[Temporaries]) -> None:
-    assert all(rank.workspace_bytes <= 3 * rank.bucket_bytes for rank in temporaries)
+def test_as_many_temporaries_live_together_as_there_are_buckets_under_way(memory: list[Memory]) -> None:
+    assert all(rank.peak_bytes <= 3 * rank.bucket_bytes for rank in memory)
+
+
+def test_the_buffers_of_the_first_backward_are_not_kept(memory: list[Memory]) -> None:
+    assert all(rank.workspace_bytes <= 3 * rank.bucket_bytes for rank in memory)
 
 
 def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, list[torch.Tensor]]:

@@ -1,14 +1,21 @@
-"""The sharded update equals plain DDP and the same optimizer, from the first step, state included."""
+"""The sharded update equals plain DDP and the same optimizer: every form, model, kind of parameter and optimizer."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from zero_loops import FORMS, OPTIMIZERS, check, check_losses, plain_run, zero_run
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, OPTIMIZERS, check, check_losses, plain_run, register, zero_run
 
-from harness import run_ranks
-from harness.models import CASES, MLP, Case
+from harness import assert_parity, run_ranks, wrap
+from harness.models import CASES, DTYPES, EMPTY, MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, Batch, Case, mean_squared_error
+from harness.third_party import LAMB, SGLD, BlockwiseAdamW, ClippedLAMB, CountingSGD, Lion, Prodigy
+from overlap import TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 
 
 def _matrix(rank: int, world_size: int, name: str) -> None:
@@ -21,14 +28,13 @@ def _matrix(rank: int, world_size: int, name: str) -> None:
         check(candidate, reference, what=f"{name}, {form}, {world_size} ranks", world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_form_equals_plain_ddp(world_size: int, name: str) -> None:
-    run_ranks(_matrix, world_size, name)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_form_equals_plain_ddp(world_size: int) -> None:
+    def matrix(rank: int, world_size: int) -> None:
+        for name in OPTIMIZERS if world_size == 2 else ["adamw"]:
+            _matrix(rank, world_size, name)
 
-
-def test_every_form_equals_plain_ddp_on_one_rank() -> None:
-    run_ranks(_matrix, 1, "adamw")
+    run_ranks(matrix, world_size)
 
 
 def _case(rank: int, world_size: int, case: Case) -> None:
@@ -45,3 +51,300 @@ def _case(rank: int, world_size: int, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_kind_of_model_equals_plain_ddp(case: Case) -> None:
     run_ranks(_case, 2, case)
+
+
+WHOLE = {"partition": "parameter"}
+
+
+def _whole(rank: int, world_size: int, case: Case) -> None:
+    reference = plain_run(case, rank, ADAMW)
+    for form in ("interleaved", "deferred, gather in forward", "alone"):
+        candidate = zero_run(
+            case,
+            rank,
+            torch.optim.AdamW,
+            ADAMW_OPTIONS,
+            FORMS[form],
+            zero_options=WHOLE,
+        )
+        check(candidate, reference, what=f"{form}, {case}", world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_whole_parameters_equal_plain_ddp(world_size: int) -> None:
+    def whole(rank: int, world_size: int) -> None:
+        # At 3 ranks Adam would make much of rounding in the transformer's key biases, whose gradient is zero in theory.
+        for case in (TRANSFORMER, DTYPES, EMPTY, UNUSED_ON_SOME_RANKS) if world_size == 2 else (MLP,):
+            _whole(rank, world_size, case)
+
+    run_ranks(whole, world_size)
+
+
+class _Unusual(nn.Module):
+    """Complex, transposed, permuted, of one element, without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.complex = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
+        self.transposed = nn.Parameter(torch.randn(5, 31).t())
+        self.permuted = nn.Parameter(torch.randn(3, 5, 7).permute(2, 0, 1))
+        self.one = nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        magnitudes = (inputs.to(torch.complex64) @ self.complex.t()).abs()
+        others = (inputs @ self.transposed.t()).tanh().sum() + (self.permuted * inputs.sum()).tanh().sum()
+        return self.scale * self.one * (magnitudes.sum() + others)
+
+
+def _unusual(rank: int, world_size: int, form: str) -> None:
+    options = FORMS[form]
+    plain, ddp = wrap(_Unusual(), bucket_cap_mb=1e-4), wrap(_Unusual(), bucket_cap_mb=1e-4)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
+    register(options, ddp, zero)
+    for step in range(4):
+        inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        for parameter in ddp.parameters() if step == 2 else ():
+            parameter.data = parameter.data.clone()  # Moved to other memory.
+        for module in (plain, ddp):
+            if module is plain or options is None:
+                module.zero_grad()
+            module(inputs).sum().backward()
+        reference.step()
+        if not (options or {}).get("automatic"):
+            zero.step()
+        zero.wait()
+        for (name, ours), theirs in zip(ddp.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), f"step {step}: {name}"
+    zero.consolidate_state_dict()
+    if rank == 0:
+        assert_parity(zero.state_dict()["state"], reference.state_dict()["state"], what=form)
+
+
+@pytest.mark.parametrize("form", ["interleaved", "deferred, gather in forward", "automatic, deferred", "alone"])
+def test_complex_transposed_permuted_tiny_and_moved_parameters(form: str) -> None:
+    run_ranks(_unusual, 2, form)
+
+
+def _masters(rank: int, world_size: int, form: str) -> None:
+    """The reference keeps fp32 parameters by hand and rounds them into the model's after each step."""
+    model = MLP.model().bfloat16()
+
+    def loss_of(ddp: nn.Module, batch: Batch) -> torch.Tensor:
+        return nn.functional.mse_loss(ddp(batch.inputs[0].bfloat16()).float(), batch.target)
+
+    plain, ddp = wrap(model), wrap(model)
+    masters = [p.detach().float() for p in plain.parameters()]
+    reference = torch.optim.AdamW(masters, lr=1e-3)
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=1e-3, master_dtype=torch.float32, overlap_with_ddp=form != "alone"
+    )
+    register(FORMS[form], ddp, zero)
+    for step in range(8):
+        batch = MLP.batch(step, rank)
+        for module in (plain, ddp):
+            if form == "alone" or module is plain:
+                module.zero_grad()
+            loss_of(module, batch).backward()
+        for master, parameter in zip(masters, plain.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        reference.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, plain.parameters(), strict=True):
+                parameter.copy_(master)
+        zero.step()
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    zero.consolidate_state_dict()
+    if rank == 0:
+        state = zero.state_dict()["state"]
+        for index, master in enumerate(masters):
+            assert torch.equal(state[index]["master_param"], master)
+            assert state[index]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", ["interleaved", "deferred", "alone"])
+def test_bf16_parameters_are_updated_in_fp32(form: str) -> None:
+    run_ranks(_masters, 2, form)
+
+
+# The kernels in which 16-bit elements at a tensor's end are rounded as no others are.
+KERNELS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+    f"{cls.__name__} {kernel}": (cls, {"lr": 0.01, "weight_decay": 0.1, "foreach": False, **options, kernel: True})
+    for cls, options in (
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {"eps": 1e-4}),
+        (torch.optim.AdamW, {"eps": 1e-4}),
+    )
+    for kernel in ("foreach", "fused")
+}
+
+
+def _low_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(37, 29), nn.Tanh(), nn.Linear(29, 71), nn.Tanh(), nn.Linear(71, 5)).to(dtype)
+
+    inputs = torch.randn(4, 37, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    for name, (cls, options) in KERNELS.items():
+        plain, ddp = wrap(build(), bucket_cap_mb=0.005), wrap(build(), bucket_cap_mb=0.005)
+        reference = cls(plain.parameters(), **options)  # type: ignore[call-arg]
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **options)  # type: ignore[arg-type]
+        registration = chain(ZeroStep(zero)).register(ddp)
+        for step in range(4):
+            plain.zero_grad()
+            plain(inputs).float().square().mean().backward()
+            reference.step()
+            ddp(inputs).float().square().mean().backward()
+            zero.step()
+            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{name}, {dtype}, step {step}")
+        registration.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_kernel_equals_plain_ddp_in_every_precision(dtype: torch.dtype) -> None:
+    run_ranks(_low_precision, 2, dtype)
+
+
+@declare("element")
+class Counting(Optimizer):
+    """SGD whose rate falls with a count of steps in each group, as schedule-free optimizers have one."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
+@declare("element")
+class Selective(Optimizer):
+    """SGD that asks for names and for what is trained, takes an argument, and keeps a global value in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.state["settings"] = {"largest": torch.full((3,), 7.0)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> None:
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if parameter.requires_grad and parameter.grad is not None:
+                    factor = 0.5 if name.endswith("bias") else 1.0
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * factor * scale)
+
+
+PLAIN = torch.optim
+# By optimizer: how it is divided.
+DIVIDED: dict[str, tuple[type[Optimizer], str, dict[str, Any]]] = {
+    "Lion": (Lion, "element", {}),
+    "LAMB": (LAMB, "parameter", {}),
+    "blockwise AdamW": (BlockwiseAdamW, "parameter", {}),
+    "count in a group": (Counting, "element", {}),
+    "Adafactor": (PLAIN.Adafactor, "parameter", {}),
+    "Muon": (PLAIN.Muon, "parameter", {}),
+    "SGD": (PLAIN.SGD, "element", {"momentum": 0.9}),
+    "Adam": (PLAIN.Adam, "element", {}),
+    "AdamW": (PLAIN.AdamW, "element", {}),
+    "Adagrad": (PLAIN.Adagrad, "element", {}),
+    "Adadelta": (PLAIN.Adadelta, "element", {}),
+    "Adamax": (PLAIN.Adamax, "element", {}),
+    "ASGD": (PLAIN.ASGD, "element", {}),
+    "NAdam": (PLAIN.NAdam, "element", {}),
+    "RAdam": (PLAIN.RAdam, "element", {}),
+    "RMSprop": (PLAIN.RMSprop, "element", {}),
+    "Rprop": (PLAIN.Rprop, "element", {}),
+}
+
+
+def _for_class(cls: type[Optimizer], module: torch.nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters() if cls is not PLAIN.Muon or p.dim() == 2]
+
+
+def _divided(rank: int, world_size: int) -> None:
+    for name, (cls, partition, options) in DIVIDED.items():
+        zero = ZeroRedundancyOptimizer(_for_class(cls, MLP.model()), cls, **options)
+        assert zero.partition == partition, name
+
+
+def test_an_optimizer_is_divided_as_finely_as_it_may_be() -> None:
+    run_ranks(_divided, 2)
+
+
+# By what is refused: the optimizer, its options, and what the error says.
+REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
+    "Prodigy": (Prodigy, {}, "Prodigy is neither known nor declared"),
+    "Prodigy by parameter": (Prodigy, {"partition": "parameter"}, "Prodigy is neither known nor declared"),
+    "global-norm LAMB": (ClippedLAMB, {}, r"\(LAMB is, but ClippedLAMB overrides its (begin|update)\)"),
+    "count in an object": (CountingSGD, {}, "CountingSGD is neither known nor declared"),
+    "LAMB by element": (LAMB, {"partition": "element"}, "LAMB does not update each element .*partition='parameter'"),
+    "blockwise by element": (BlockwiseAdamW, {"partition": "element"}, "each element by itself"),
+    "SGLD": (SGLD, {}, "SGLD is neither known nor declared"),
+    "Adafactor by element": (PLAIN.Adafactor, {"partition": "element"}, "partition='parameter'"),
+    "Muon by element": (PLAIN.Muon, {"partition": "element"}, "partition='parameter'"),
+    "LBFGS": (PLAIN.LBFGS, {}, r"step\(closure\)"),
+    "SparseAdam": (PLAIN.SparseAdam, {}, "sparse gradients"),
+}
+
+
+def _refused(rank: int, world_size: int) -> None:
+    for name, (cls, options, match) in REFUSED.items():
+        with pytest.raises(UnsupportedError, match=match):
+            raise AssertionError(name, ZeroRedundancyOptimizer(_for_class(cls, MLP.model()), cls, **options))
+
+
+def test_an_optimizer_that_ranks_cannot_divide_is_refused() -> None:
+    run_ranks(_refused, 2)
+
+
+def _equal(rank: int, world_size: int, cls: type[Optimizer], forms: list[str], groups: Callable[..., Any]) -> None:
+    reference = plain_run(MLP, rank, cls, parameters=groups)
+    for form in forms:
+        candidate = zero_run(MLP, rank, cls, {}, FORMS[form], parameters=groups)
+        check(candidate, reference, what=f"{cls.__name__}, {form}", world_size=world_size)
+
+
+def _several_groups(ddp: torch.nn.Module) -> list[dict[str, Any]]:
+    """The second of which is so small that one rank has nothing of it."""
+    first, second, *others = ddp.parameters()
+    return [{"params": [first, *others]}, {"params": [second], "lr": 0.05}]
+
+
+def test_a_count_of_steps_equals_plain_ddps_where_a_rank_has_nothing_of_a_group() -> None:
+    run_ranks(
+        _equal, 2, Counting, ["interleaved", "deferred", "automatic", "automatic, deferred", "alone"], _several_groups
+    )
+
+
+def _selective(rank: int, world_size: int) -> None:
+    plain, ddp = wrap(MLP.model(), **MLP.ddp_options()), wrap(MLP.model(), **MLP.ddp_options())
+    reference = Selective(plain.module.named_parameters())
+    zero = ZeroRedundancyOptimizer(ddp.module.named_parameters(), Selective, overlap_with_ddp=True)
+    assert zero.partition == "element"
+    registration = chain(ZeroStep(zero, deferred=True)).register(ddp)
+    for step in range(4):
+        reference.zero_grad()
+        for module in (plain, ddp):
+            mean_squared_error(module, MLP.batch(step, rank)).backward()
+        reference.step(scale=1.0 + step)
+        zero.step(scale=1.0 + step)
+        assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"step {step}")
+    zero.consolidate_state_dict(to=None)
+    assert_parity(zero.state_dict(), reference.state_dict(), what="state")
+    registration.remove()
+    chain(ZeroStep(zero)).register(ddp)
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    with pytest.raises(TrainingLoopError, match=r"zero\.step\(scale=\.\.\.\): the update was made in backward"):
+        zero.step(scale=2.0)
+
+
+def test_names_requires_grad_and_arguments_of_step_reach_the_optimizer() -> None:
+    run_ranks(_selective, 2)

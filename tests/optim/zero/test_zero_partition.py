@@ -2,71 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap.optim.zero.partition import ByElement, ByParameter, Extent
+from overlap.optim.zero.partition import Extent, Partition
 from overlap.optim.zero.shards import BucketShards, Shard
 
 SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=40)
+UNITS = st.sampled_from(["element", "parameter"])
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
-def _extents(numels: list[int], itemsize: int = 4) -> list[Extent]:
-    return [Extent(numel, itemsize) for numel in numels]
-
-
-@given(SIZES, st.integers(1, 7), st.sampled_from([ByElement, ByParameter]), ITEMSIZES)
-def test_every_element_has_one_owner(numels: list[int], ranks: int, kind: Any, itemsize: int) -> None:
-    for numel, ranges in zip(numels, kind(ranks).assign(_extents(numels, itemsize)), strict=True):
-        owned = [index for start, end in ranges for index in range(start, end)]
-        assert sorted(owned) == list(range(numel))
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 7), UNITS, ITEMSIZES)
+def test_every_element_has_one_owner_and_ranks_own_alike(
+    numels: list[int], ranks: int, unit: str, itemsize: int
+) -> None:
+    everyone = Partition(unit, ranks).assign([Extent(numel, itemsize) for numel in numels])
+    for numel, ranges in zip(numels, everyone, strict=True):
+        assert sorted(index for start, end in ranges for index in range(start, end)) == list(range(numel))
         # Two vectors of 64 bytes, which a kernel takes at a time.
         assert not any(start * itemsize % 128 for start, end in ranges if start < end)
-
-
-@given(SIZES, st.integers(1, 7), ITEMSIZES)
-def test_ranks_own_the_same_up_to_two_blocks(numels: list[int], ranks: int, itemsize: int) -> None:
-    everyone = ByElement(ranks).assign(_extents(numels, itemsize))
     owned = [sum(ranges[rank][1] - ranges[rank][0] for ranges in everyone) for rank in range(ranks)]
-    assert (max(owned) - min(owned)) * itemsize <= 2 * 128
+    # Up to two such blocks, or the largest parameter.
+    assert (max(owned) - min(owned)) * itemsize <= (2 * 128 if unit == "element" else max(numels) * itemsize)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3000), st.booleans()), min_size=1, max_size=40), st.integers(1, 7))
-def test_whole_parameters_are_balanced_up_to_the_largest_and_frozen_ones_by_themselves(
-    parameters: list[tuple[int, bool]], ranks: int
-) -> None:
-    everyone = ByParameter(ranks).assign([Extent(numel, 4, is_trained) for numel, is_trained in parameters])
-    for is_trained in (True, False):
-        alike = [place for place, (_, trained) in enumerate(parameters) if trained is is_trained]
-        owned = [sum(everyone[place][rank][1] for place in alike) for rank in range(ranks)]
-        assert max(owned) - min(owned) <= max((parameters[place][0] for place in alike), default=0)
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3000), st.booleans()), min_size=1, max_size=40), st.integers(1, 7), UNITS)
+def test_each_pool_is_balanced_by_itself(parameters: list[tuple[int, bool]], ranks: int, unit: str) -> None:
+    everyone = Partition(unit, ranks).assign([Extent(numel, 4, pool) for numel, pool in parameters])
+    for pool in (True, False):
+        alike = [place for place, (_, its) in enumerate(parameters) if its is pool]
+        owned = [sum(end - start for start, end in (everyone[place][r] for place in alike)) for r in range(ranks)]
+        largest = max((parameters[place][0] for place in alike), default=0)
+        assert max(owned) - min(owned) <= (64 if unit == "element" else largest)
 
 
-@given(SIZES, st.integers(1, 5), st.sampled_from([ByElement, ByParameter]), st.integers(0, 39), st.integers(0, 4))
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 5), UNITS, st.integers(0, 39), st.integers(0, 4))
 def test_flat_and_packed_order_are_cut_into_the_same_pieces(
-    numels: list[int], ranks: int, kind: Any, left_out: int, rank: int
+    numels: list[int], ranks: int, unit: str, left_out: int, rank: int
 ) -> None:
     rank %= ranks
     shards = [
-        Shard(torch.zeros(numel), ranges, rank, name="", is_whole=kind.is_whole, master_dtype=None)
-        for numel, ranges in zip(numels, kind(ranks).assign(_extents(numels)), strict=True)
+        Shard(torch.zeros(numel), ranges, rank, name="", is_whole=unit == "parameter", master_dtype=None)
+        for numel, ranges in zip(numels, Partition(unit, ranks).assign([Extent(n, 4) for n in numels]), strict=True)
     ]
     kept = [None if place == left_out and len(numels) > 1 else shard for place, shard in enumerate(shards)]
     bucket = BucketShards(kept, numels, rank, 16)
     flat = torch.arange(sum(numels))
     packed = torch.full((bucket.packed_numel,), -1)
-    pieces, packed_pieces = bucket.cut_flat(flat), bucket.cut_packed(packed)
-    assert [piece.numel() for piece in pieces] == [piece.numel() for piece in packed_pieces]
-    for piece, place in zip(pieces, packed_pieces, strict=True):
+    for piece, place in zip(bucket.cut_flat(flat), bucket.cut_packed(packed), strict=True):
+        assert piece.numel() == place.numel()
         place.copy_(piece)
     # Each element of a sharded parameter once, in the segment of its owner.
     rest = torch.cat([*bucket.rest(flat), flat[:0]]).tolist()
-    found = packed[packed >= 0].tolist()
-    assert sorted([*found, *rest]) == flat.tolist()
+    assert sorted([*packed[packed >= 0].tolist(), *rest]) == flat.tolist()
     starts = [sum(numels[:place]) for place in range(len(numels))]
     own = [
         starts[place] + element

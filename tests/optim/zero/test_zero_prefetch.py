@@ -1,83 +1,231 @@
-"""With gather="forward" parameters are gathered during the next forward, and whoever needs them waits."""
+"""With gather="forward" parameters are gathered during the next forward, in parts, and whoever reads them waits."""
 
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 import pickle
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel
 
 from harness import run_ranks, wrap
-from harness.models import MLP, TRANSFORMER, Case, mean_squared_error
-from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
+from harness.models import MLP, mean_squared_error
+from overlap import Int8, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap.errors import UnsupportedError
+from overlap.optim.zero import shards
+from overlap.optim.zero.shards import parts_by_need
+
+WIDTH = 16
 
 
-def _slow_down_gathers(zero: ZeroRedundancyOptimizer) -> None:
-    """So that a missing wait shows."""
+class _Loop:
+    """A model that is trained; ``read`` is what a loop does with it after each step."""
+
+    def __init__(self, rank: int, *, is_plain: bool, deferred: bool = False) -> None:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.rank = rank
+        self.ddp = wrap(nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)), bucket_cap_mb=0.001)
+        self.optimizer: Any
+        if is_plain:
+            self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
+            return
+        self.optimizer = zero = ZeroRedundancyOptimizer(
+            self.ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True
+        )
+        self.registration = chain(ZeroStep(zero, gather="forward", deferred=deferred)).register(self.ddp)
+        gather = zero.exchange.gather
+
+        async def slow_gather(shards: Any, group: Any) -> None:
+            time.sleep(0.004)
+            await gather(shards, group)
+
+        object.__setattr__(zero.exchange, "gather", slow_gather)
+
+    @property
+    def module(self) -> Any:
+        return self.ddp.module
+
+    def inputs(self, step: int) -> Tensor:
+        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + self.rank))
+
+    def backward(self, step: int) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.ddp(self.inputs(step)).square().mean()
+        loss.backward()
+        return loss
+
+    def step(self, step: int) -> Tensor:
+        loss = self.backward(step)
+        self.optimizer.step()
+        return loss
+
+
+def _ema(loop: _Loop) -> Callable[[], Iterable[Tensor]]:
+    average = copy.deepcopy(loop.module)
+
+    @torch.no_grad()
+    def read() -> Iterable[Tensor]:
+        for mean, parameter in zip(average.parameters(), loop.ddp.parameters(), strict=True):
+            mean.lerp_(parameter, 0.1)
+        return [mean.clone() for mean in average.parameters()]
+
+    return read
+
+
+def _swa(loop: _Loop) -> Callable[[], Iterable[Tensor]]:
+    average = AveragedModel(loop.module)
+
+    def read() -> Iterable[Tensor]:
+        average.update_parameters(loop.module)
+        return [mean.clone() for mean in average.parameters()]
+
+    return read
+
+
+@torch.no_grad()
+def _clamped(loop: _Loop) -> Iterable[Tensor]:
+    for parameter in loop.module.parameters():
+        parameter.clamp_(-0.1, 0.1)
+    return ()
+
+
+def _rolled_back(loop: _Loop) -> Iterable[Tensor]:
+    best = {name: value / 2 for name, value in loop.module.state_dict().items()}
+    loop.module.load_state_dict(best)
+    return ()
+
+
+def _saved(loop: _Loop) -> Iterable[Tensor]:
+    file = io.BytesIO()
+    torch.save(loop.module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded[0]._parameters) is dict
+    return loaded.parameters()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _functional(loop: _Loop) -> Iterable[Tensor]:
+    halves = {name: value / 2 for name, value in loop.module.named_parameters()}
+    return [torch.func.functional_call(loop.module, halves, loop.inputs(0))]
+
+
+@torch.no_grad()
+def _evaluated(loop: _Loop) -> Iterable[Tensor]:
+    loop.module.eval()
+    outputs = [loop.module[4](loop.inputs(0)), loop.module(loop.inputs(0)), loop.ddp(loop.inputs(0))]
+    loop.module.train()
+    return outputs
+
+
+READERS: dict[str, Callable[[_Loop], Iterable[Tensor]]] = {
+    "state_dict of the module": lambda loop: loop.module.state_dict().values(),
+    "state_dict of the DDP model": lambda loop: loop.ddp.state_dict().values(),
+    "state_dict of a part": lambda loop: loop.module[6].state_dict().values(),
+    "deepcopy": lambda loop: copy.deepcopy(loop.module).parameters(),
+    "deepcopy of a part": lambda loop: copy.deepcopy(loop.module[6]).parameters(),
+    "pickle": lambda loop: pickle.loads(pickle.dumps(loop.module)).parameters(),
+    "torch.save of the module": _saved,
+    "parameters_to_vector": lambda loop: [parameters_to_vector(loop.module.parameters())],
+    "an attribute": lambda loop: [loop.module[6].weight, loop.module[6].bias],
+    "get_parameter": lambda loop: [loop.module.get_parameter("6.weight")],
+    "the dict of parameters": lambda loop: {**loop.module[6]._parameters}.values(),
+    "clamped weights": _clamped,
+    "load_state_dict": _rolled_back,
+    "functional_call": _functional,
+    "forwards without gradients": _evaluated,
+    "a part's forward in training": lambda loop: [loop.module[6](loop.inputs(0))],
+}
+LASTING = {"EMA": _ema, "SWA": _swa}
+
+
+def _read(rank: int, world_size: int, deferred: bool) -> None:
+    plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False, deferred=deferred)
+    lasting = {name: (make(plain), make(ours)) for name, make in LASTING.items()}
+    step = 0
+    for name in [*READERS, *LASTING]:
+        for _ in range(3 if name in LASTING else 2):
+            assert torch.equal(ours.step(step), plain.step(step)), (name, step)
+            if name in READERS:
+                got, expected = [tuple(v.detach().clone() for v in READERS[name](loop)) for loop in (ours, plain)]
+            else:
+                expected, got = (tuple(read()) for read in lasting[name])
+            for mine, theirs in zip(got, expected, strict=True):
+                assert torch.equal(mine, theirs), (name, step)
+            step += 1
+    ours.registration.remove()
+    assert type(ours.module[0]._parameters) is dict
+    for mine, theirs in zip(ours.ddp.parameters(), plain.ddp.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
+def test_whoever_reads_parameters_through_the_model_waits_for_them(deferred: bool) -> None:
+    run_ranks(_read, 2, deferred)
+
+
+def _early(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    ddp: DistributedDataParallel = wrap(model, bucket_cap_mb=0.001)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero, gather="forward")).register(ddp)
+    ended = 0
     gather = zero.exchange.gather
 
     async def slow_gather(shards: Any, group: Any) -> None:
-        time.sleep(0.01)
+        nonlocal ended
+        time.sleep(0.02)
         await gather(shards, group)
+        time.sleep(0.02)
+        ended += 1
 
     object.__setattr__(zero.exchange, "gather", slow_gather)
-
-
-def _same_parameters(ours: nn.Module, theirs: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-
-
-def _compared_with_plain_ddp(rank: int, world_size: int, case: Case, deferred: bool) -> dict[str, bool]:
-    """Whether each reader of parameters saw those of plain DDP."""
-    plain = wrap(case.model(), **case.ddp_options())
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    ddp = wrap(case.model(), **case.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True)
-    registration = chain(ZeroStep(zero, gather="forward", deferred=deferred)).register(ddp)
-    _slow_down_gathers(zero)
-    saw = {"forward": True}
-    for step in range(6):
-        batch = case.batch(step, rank)
-        plain.zero_grad()
-        expected = mean_squared_error(plain, batch)
-        expected.backward()
-        reference.step()
-        loss = mean_squared_error(ddp, batch)
-        saw["forward"] &= torch.equal(loss, expected)
+    in_forward: list[int] = []
+    ddp.module[1].register_forward_hook(lambda *_: in_forward.append(ended))  # The first layer is through.
+    after_forward: list[int] = []
+    for step in range(5):
+        zero.zero_grad()
+        loss = ddp(torch.ones(4, WIDTH) * step).square().mean()
+        after_forward.append(ended)
         loss.backward()
         zero.step()
-        if step == 2:
-            for model in (plain, ddp):
-                model.eval()
-            with torch.no_grad():
-                saw["evaluation"] = torch.equal(mean_squared_error(ddp, batch), mean_squared_error(plain, batch))
-            for model in (plain, ddp):
-                model.train()
-        if step == 3:
-            state = ddp.module.state_dict()
-            saw["state_dict"] = all(torch.equal(state[key], v) for key, v in plain.module.state_dict().items())
-        if step == 4:
-            zero.wait()
-            saw["wait"] = _same_parameters(ddp, plain)
-    registration.remove()
-    saw["remove"] = _same_parameters(ddp, plain)
-    return saw
+    # The first forwards come before DDP has rebuilt its buckets.
+    assert all(early < late for early, late in list(zip(in_forward, after_forward, strict=True))[2:])
 
 
-def _every_case(rank: int, world_size: int) -> None:
-    for case in (MLP, TRANSFORMER):
-        for deferred in (False, True):
-            saw = _compared_with_plain_ddp(rank, world_size, case, deferred)
-            assert all(saw.values()), (case, deferred, saw)
+def test_a_forward_begins_before_all_gathers_are_over() -> None:
+    run_ranks(_early, 2)
 
 
-def test_readers_of_the_model_see_new_parameters() -> None:
-    run_ranks(_every_case, 2)
+def _compiled(rank: int, world_size: int) -> None:
+    ours = _Loop(rank, is_plain=False)
+    ours.registration.remove()
+    stage = ZeroStep(ours.optimizer, gather="forward")
+    ours.module[2].compile(backend="eager")
+    with pytest.raises(UnsupportedError, match=r"and 2 is compiled; compile the DistributedDataParallel model"):
+        chain(stage).register(ours.ddp)
+    ours.module[2]._compiled_call_impl = None
+    chain(stage).register(ours.ddp)
+    ours.module.compile(backend="eager")
+    with pytest.raises(UnsupportedError, match="and the model is compiled"):
+        ours.backward(0)
+
+
+def test_modules_compiled_in_place_are_refused() -> None:
+    run_ranks(_compiled, 2)
 
 
 def _a_gather_fails(rank: int, world_size: int) -> None:
@@ -105,32 +253,82 @@ def test_wait_raises_the_error_of_a_gather_that_fails_and_training_goes_on() -> 
     run_ranks(_a_gather_fails, 2)
 
 
-def _trained(rank: int) -> DistributedDataParallel:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    chain(ZeroStep(zero, gather="forward")).register(ddp)
-    for step in range(2):
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+LAYERS = 4
+# A part for each layer, though all are in one bucket.
+shards._LEAST_BYTES = LAYER_BYTES
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 60))
+def test_parts_are_the_bucket_from_its_end_each_as_small_as_it_may_be(sizes: list[int], least: int) -> None:
+    parts = parts_by_need(sizes, least)
+    places = [list(range(len(sizes))[part]) for part in parts]
+    assert list(itertools.chain.from_iterable(reversed(places))) == list(range(len(sizes)))
+    held = [[sizes[place] for place in part] for part in places]
+    assert len(held) == 1 or all(sum(part) >= least for part in held)
+    # All but the last, to which what is left over is added, would have too little without their first parameter.
+    assert all(sum(part[1:]) < least for part in held[:-1])
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+class _Launches:
+    """An observer that notes what is launched."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, int, int]] = []
+
+    def launched(self, subject: Any, label: str, operation: Any) -> None:
+        self.noted.append((operation.label, subject.index, operation.sent_bytes))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def _loss(ddp: nn.Module, step: int, rank: int) -> torch.Tensor:
+    torch.manual_seed(10 * step + rank)
+    loss: torch.Tensor = ddp(torch.randn(4, WIDTH)).square().mean()
+    return loss
+
+
+def _zero(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True, **options)
+
+
+def _launched(rank: int, world_size: int, options: dict[str, Any], stage: dict[str, Any]) -> list[Any]:
+    ddp = DistributedDataParallel(_model())
+    zero = _zero(ddp, **options)
+    registration = chain(ZeroStep(zero, gather="forward", **stage)).register(ddp)
+    launches = _Launches()
+    for step in range(3):
+        zero.wait()
+        if step == 2:
+            registration.observer = launches  # type: ignore[assignment]
+        _loss(ddp, step, rank).backward()
         zero.step()
     zero.wait()
-    return ddp
+    return launches.noted
 
 
-def _deep_copied(rank: int, world_size: int) -> None:
-    ddp = _trained(rank)
-    inputs = MLP.batch(0, 0).inputs
-    assert torch.equal(copy.deepcopy(ddp.module)(*inputs), ddp.module(*inputs))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_gathers_the_parts_of_a_bucket_after_its_reduction(world_size: int) -> None:
+    noted = run_ranks(_launched, world_size, {}, {})
+    first, *others = ([(label, index) for label, index, _ in rank] for rank in noted)
+    assert first == [("reduce_scatter", 0)] + [("all_gather", 0)] * LAYERS
+    assert all(other == first for other in others)
+    # All ranks together send what one message for the whole bucket would be.
+    gathered = sum(sent for rank in noted for _, _, sent in rank[1:])
+    assert gathered == LAYERS * LAYER_BYTES * (world_size - 1)
 
 
-def _pickled(rank: int, world_size: int) -> None:
-    ddp = _trained(rank)
-    inputs = MLP.batch(0, 0).inputs
-    assert torch.equal(pickle.loads(pickle.dumps(ddp.module))(*inputs), ddp.module(*inputs))
-
-
-def test_a_model_with_modules_that_wait_can_be_copied_deeply() -> None:
-    run_ranks(_deep_copied, 2)
-
-
-def test_a_model_with_modules_that_wait_can_be_pickled() -> None:
-    run_ranks(_pickled, 2)
+@pytest.mark.parametrize(
+    ("options", "stage"),
+    [({"partition": "parameter"}, {}), ({}, {"gather_wire": Int8()})],
+    ids=["by parameter", "through a wire"],
+)
+def test_whole_parameters_and_wires_are_gathered_by_bucket(options: dict[str, Any], stage: dict[str, Any]) -> None:
+    for noted in run_ranks(_launched, 2, options, stage):
+        assert len(noted) == 2

@@ -141,18 +141,3 @@ def check(candidate: list[Record], reference: list[Record], *, what: str, world_
 def check_losses(candidate: list[Record], reference: list[Record], *, what: str) -> None:
     """The losses alone, where parameters may not be read: those of each step show the step before."""
     assert_parity([record.loss for record in candidate], [record.loss for record in reference], what=what)
-
-
-__all__ = [
-    "ADAMW",
-    "ADAMW_OPTIONS",
-    "FORMS",
-    "OPTIMIZERS",
-    "STEPS",
-    "Consolidated",
-    "check",
-    "check_losses",
-    "plain_run",
-    "register",
-    "zero_run",
-]

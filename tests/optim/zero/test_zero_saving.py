@@ -1,0 +1,345 @@
+"""State of every kind is saved and loaded as the plain optimizer's, by every way to save, at any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from harness import assert_parity, run_ranks, wrap
+from harness.models import EMPTY, MLP, Case, mean_squared_error
+from harness.third_party import BlockwiseAdamW
+from overlap import (
+    ConfigurationError,
+    TrainingLoopError,
+    UnsupportedError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+    declare,
+    load_state_dict,
+)
+from overlap import state_dict as overlap_state_dict
+
+
+@declare("element")
+class Misdeclared(BlockwiseAdamW):
+    """Its blocks depend on where a parameter is cut."""
+
+
+@declare("element")
+class Varied(Optimizer):
+    """SGD with a bit of everything in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, has_table: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "has_table": has_table})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        settings = self.state["settings"]
+        settings["table"] = torch.arange(5.0)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                count = state.setdefault("count", torch.tensor(2**24 + 1))
+                state.setdefault("wide", torch.zeros_like(parameter, dtype=torch.float64))
+                state.setdefault("signs", torch.zeros_like(parameter, dtype=torch.int8))
+                state.setdefault("names", {"kind": "sgd", "bounds": [0.5, 1]})
+                state.setdefault("nothing", None)
+                if group["has_table"]:
+                    state.setdefault("codes", torch.arange(7, dtype=torch.uint8))
+                if count > 2**24 + 2:  # Lazily, at the third step.
+                    state.setdefault("late", parameter.grad.abs())
+                count += 1
+                state["wide"] += parameter.grad
+                state["signs"].copy_(parameter.grad.sign())
+                factor = 1.0 + int(count - 2**24) * 0.5
+                parameter.add_(state["wide"].to(parameter.dtype) + state["signs"], alpha=-group["lr"] * factor * 0.1)
+
+
+def _train(ddp: Any, optimizer: Any, start: int, stop: int, case: Case = MLP) -> None:
+    # Every rank feeds the same: the mean is then the same at any number of ranks (that is a power of 2).
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        mean_squared_error(ddp, case.batch(step, 0)).backward()
+        optimizer.step()
+
+
+def _whole(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    zero.consolidate_state_dict(to=None)
+    return zero.state_dict()
+
+
+def _leg(
+    rank: int, world_size: int, case: Case, cls: Any, options: dict[str, Any], partition: str, folder: Path, stop: int
+) -> Any:
+    """Two steps up to `stop`, from the checkpoint before; saved, and compared with plain DDP from the beginning."""
+    ddp = wrap(case.model(), **case.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, partition=partition, **options)
+    if stop > 2:
+        model = {"model": ddp.module.state_dict()}
+        dcp.load(model, checkpoint_id=folder / str(stop - 2))
+        ddp.module.load_state_dict(model["model"])
+        zero.load_sharded(folder / str(stop - 2), key="optimizer")
+    _train(ddp, zero, stop - 2, stop, case)
+    dcp.save(
+        {"model": ddp.module.state_dict(), "optimizer": zero.sharded_state_dict()}, checkpoint_id=folder / str(stop)
+    )
+    whole = _whole(zero)
+    if rank == 0:
+        torch.save(whole, folder / "optimizer.pt")
+        torch.load(folder / "optimizer.pt", weights_only=True)
+    reference = wrap(case.model(), **case.ddp_options())
+    plain = cls(reference.parameters(), **options)
+    _train(reference, plain, 0, stop, case)
+    assert_parity(list(ddp.parameters()), list(reference.parameters()), what=f"step {stop}")
+    assert_parity(whole, plain.state_dict(), what=f"state at step {stop}")
+
+
+# The optimizer, the model, and the partition at 2 ranks, then 4, then 2 again.
+RESUMED: dict[str, tuple[Any, dict[str, Any], Case, tuple[str, str, str]]] = {
+    "varied, by element": (Varied, {}, MLP, ("element", "element", "element")),
+    "varied, by parameter": (Varied, {"has_table": True}, MLP, ("parameter", "parameter", "parameter")),
+    "blockwise": (BlockwiseAdamW, {}, MLP, ("parameter", "parameter", "parameter")),
+    "amsgrad, changed": (torch.optim.Adam, {"amsgrad": True}, EMPTY, ("element", "parameter", "element")),
+    "momentum, changed": (torch.optim.SGD, {"momentum": 0.9}, MLP, ("parameter", "element", "parameter")),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_state_of_every_kind_is_that_of_plain_ddp_and_resumes_exactly(tmp_path: Path, name: str) -> None:
+    cls, options, case, partitions = RESUMED[name]
+    for ranks, stop, partition in zip((2, 4, 2), (2, 4, 6), partitions, strict=True):
+        run_ranks(_leg, ranks, case, cls, options, partition, tmp_path, stop)
+
+
+def _blockwise_by_element(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), Misdeclared, partition="element", overlap_with_ddp=True)
+    chain(ZeroStep(zero, deferred=True)).register(ddp)
+    mean_squared_error(ddp, MLP.batch(0, 0)).backward()
+    with pytest.raises(
+        UnsupportedError, match=r"Misdeclared: state 'absmax1' of .* \(2,\) .* 128 elements.*partition='parameter'"
+    ):
+        zero.step()
+    plain = BlockwiseAdamW(wrap(MLP.model()).parameters())
+    for parameter in plain.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    with pytest.raises(UnsupportedError, match=r"state 'absmax1' of parameter 0 of group 0 .*partition='parameter'"):
+        zero.load_state_dict(plain.state_dict())
+
+
+def test_a_value_per_block_is_refused_at_the_first_step_by_element_and_at_loading() -> None:
+    run_ranks(_blockwise_by_element, 2)
+
+
+ADAM: dict[str, Any] = {"lr": 0.01, "amsgrad": True}
+PARTITIONS = ("element", "parameter")
+
+
+def _zero(ddp: Any, partition: str = "element", cls: Any = torch.optim.Adam, **arguments: Any) -> Any:
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), cls, partition=partition, overlap_with_ddp=True, **(arguments or ADAM)
+    )
+    chain(ZeroStep(zero)).register(ddp)
+    return zero
+
+
+def _parameters(ddp: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+
+
+def _who_has_it(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = _zero(ddp)
+    fresh = zero.state_dict()
+    assert fresh["state"] == {} and fresh["param_groups"][0]["params"] == list(range(10)), "known without a gather"
+    zero.load_state_dict(fresh)
+    assert zero.state_dict() == fresh
+    _train(ddp, zero, 0, 1)
+    with pytest.raises(TrainingLoopError, match=rf"not consolidated.*consolidate_state_dict\(to={rank}\)"):
+        zero.state_dict()
+    zero.consolidate_state_dict(to=1)
+    assert bool(zero.state_dict()) is (rank == 1)
+    zero.consolidate_state_dict(to=0)
+    mine = zero.state_dict()
+    assert len(mine["state"]) == 10, "the second consolidation takes nothing from rank 1"
+    mine["state"].clear()
+    mine["param_groups"][0]["params"].clear()
+    assert len(zero.state_dict()["state"]) == len(zero.state_dict()["param_groups"][0]["params"]) == 10
+    zero.param_groups[0]["lr"] = 0.5
+    assert zero.state_dict()["param_groups"][0]["lr"] == 0.5
+    with pytest.raises(ConfigurationError, match="empty on ranks to which it was not consolidated"):
+        zero.load_state_dict({})
+    _train(ddp, zero, 1, 2)
+    for _ in range(2):
+        with pytest.raises(TrainingLoopError, match="was not consolidated since it last changed"):
+            zero.state_dict()
+    zero.consolidate_state_dict(to=None)
+    state = zero.state_dict()
+    assert all(float(of_one["step"]) == 2 for of_one in state["state"].values())
+    for load in (
+        lambda: zero.load_state_dict(state),
+        lambda: load_state_dict(ddp, zero, overlap_state_dict(ddp, zero)),
+    ):
+        load()
+        with pytest.raises(TrainingLoopError, match="was not consolidated since it last changed"):
+            zero.state_dict()
+        zero.consolidate_state_dict(to=None)
+
+
+def test_state_dict_is_whole_or_empty_where_it_was_consolidated_elsewhere_and_never_stale() -> None:
+    run_ranks(_who_has_it, 2)
+
+
+def _hooks(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = _zero(ddp)
+    seen: list[str] = []
+    zero.register_state_dict_pre_hook(lambda optimizer: seen.append("before saving"))
+    zero.register_state_dict_post_hook(lambda optimizer, state_dict: {**state_dict, "note": 7})
+    zero.register_load_state_dict_pre_hook(lambda optimizer, state_dict: seen.append(f"note {state_dict.pop('note')}"))
+    zero.register_load_state_dict_post_hook(lambda optimizer: seen.append("after loading"))
+    _train(ddp, zero, 0, 1)
+    zero.consolidate_state_dict(to=None)
+    zero.load_state_dict(zero.state_dict())
+    assert seen == ["before saving", "note 7", "after loading"]
+
+
+def test_hooks_of_state_dicts_run() -> None:
+    run_ranks(_hooks, 2)
+
+
+# What is passed to the functions of `torch.distributed.checkpoint.state_dict`.
+DCP_OPTIONS: dict[str, StateDictOptions] = {
+    "default": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "full, on the CPU": StateDictOptions(full_state_dict=True, cpu_offload=True),
+    "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+}
+
+
+def _by_dcp(rank: int, world_size: int, partition: str) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = _zero(ddp, partition)
+    _train(ddp, zero, 0, 3)
+    saved = {name: copy.deepcopy(get_state_dict(ddp, zero, options=options)) for name, options in DCP_OPTIONS.items()}
+    _train(ddp, zero, 3, 6)
+    for name, options in DCP_OPTIONS.items():
+        again = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = _zero(again, partition)
+        # With an offload to the CPU rank 0 alone gets the state, but every rank is to load it.
+        weights, state = copy.deepcopy(saved["full" if options.cpu_offload else name])
+        if options.broadcast_from_rank0:
+            # PyTorch does not broadcast the weights of a DDP model: the ranks fall out of step.
+            again.module.load_state_dict(weights)
+            set_optimizer_state_dict(again, optimizer, state if rank == 0 else {}, options=copy.copy(options))
+        else:
+            set_state_dict(
+                again, optimizer, model_state_dict=weights, optim_state_dict=state, options=copy.copy(options)
+            )
+        _train(again, optimizer, 3, 6)
+        assert_parity(_parameters(again), _parameters(ddp), what=f"{name}, {partition}")
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_the_state_dict_functions_of_dcp_resume_exactly(partition: str) -> None:
+    run_ranks(_by_dcp, 2, partition)
+
+
+def _as_a_stateful(rank: int, world_size: int, folder: Path) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = _zero(ddp)
+    _train(ddp, zero, 0, 3)
+    dcp.save({"model": ddp.module, "optimizer": zero}, checkpoint_id=folder)
+    _train(ddp, zero, 3, 6)
+    again = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = _zero(again)
+    dcp.load({"model": again.module, "optimizer": optimizer}, checkpoint_id=folder)
+    _train(again, optimizer, 3, 6)
+    assert_parity(_parameters(again), _parameters(ddp), what="saved and loaded as an object")
+
+
+def test_dcp_saves_and_loads_the_optimizer_itself(tmp_path: Path) -> None:
+    run_ranks(_as_a_stateful, 2, tmp_path)
+
+
+def _made_for_loading(rank: int, world_size: int) -> None:
+    """Asking a new optimizer for its state by name makes the state, but neither steps nor waits for another rank."""
+    for partition in PARTITIONS:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        zero = _zero(ddp, partition, torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+        before = _parameters(ddp)
+        state = get_optimizer_state_dict(ddp, zero)
+        assert_parity(_parameters(ddp), before, what=partition)
+        assert len(state["state"]) == 10 and zero.param_groups[0]["lr"] == 0.1
+        assert all(p.grad is None for p in ddp.parameters())
+
+
+def test_a_new_optimizer_gives_dcp_its_state_without_a_step() -> None:
+    run_ranks(_made_for_loading, 2)
+
+
+def _masters(rank: int, world_size: int, folder: Path, start: int, stop: int) -> list[torch.Tensor]:
+    ddp = wrap(MLP.model().bfloat16())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-3, master_dtype=torch.float32)
+    if start:
+        model = ddp.module.state_dict()
+        dcp.load({"model": model}, checkpoint_id=folder / str(start))
+        ddp.module.load_state_dict(model)
+        zero.load_sharded(folder / str(start))
+    for step in range(start, stop):
+        zero.zero_grad()
+        ddp(MLP.batch(step, 0).inputs[0].bfloat16()).float().square().mean().backward()
+        zero.step()
+    dcp.save({"model": ddp.module.state_dict(), **zero.sharded_state_dict()}, checkpoint_id=folder / str(stop))
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def test_resume_is_exact_with_fp32_masters(tmp_path: Path) -> None:
+    whole = run_ranks(_masters, 2, tmp_path / "a", 0, 8)
+    run_ranks(_masters, 4, tmp_path / "b", 0, 4)
+    halves = run_ranks(_masters, 2, tmp_path / "b", 4, 8)
+    assert_parity(halves, whole, what="4 ranks, then 2")
+
+
+def _does_not_fit(rank: int, world_size: int, folder: Path) -> None:
+    model = MLP.model()
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    dcp.save({"optimizer": zero.sharded_state_dict()}, checkpoint_id=folder)
+    fewer = ZeroRedundancyOptimizer(list(MLP.model().parameters())[:4], torch.optim.Adam)
+    small = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(8)) for _ in range(10)], torch.optim.Adam)
+    plain = torch.optim.SGD(list(model.parameters())[:4], lr=1.0)
+    refused: list[tuple[Callable[[], None], str]] = [
+        (lambda: zero.load_sharded(folder, key="optim"), "key='optim'"),
+        (lambda: zero.load_sharded(folder / "nowhere", key="optimizer"), "nowhere is not a checkpoint"),
+        (lambda: fewer.load_sharded(folder, key="optimizer"), r"\[10\] parameters, but this optimizer has \[4\]"),
+        (lambda: small.load_sharded(folder, key="optimizer"), r"shape in the checkpoint is \[16, 16\], here \[8\]"),
+        (lambda: zero.load_state_dict(plain.state_dict()), r"groups of \[4\]"),
+        (lambda: zero.load_state_dict(model.state_dict()), "not a state_dict of an optimizer"),
+    ]
+    for load, match in refused:
+        with pytest.raises(ConfigurationError, match=match):
+            load()
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    run_ranks(_does_not_fit, 2, tmp_path)

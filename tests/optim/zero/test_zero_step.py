@@ -1,0 +1,225 @@
+"""What step() does: clipping, GradScaler, Join, the stage after a reducer, and the names of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, plain_run
+
+import overlap
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
+from overlap import (
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    allreduce_hook,
+    chain,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
+
+
+def _under_torch_names(rank: int, world_size: int) -> None:
+    reference = plain_run(MLP, rank, ADAMW)
+    for wrapper in (hook_with_zero_step, hook_with_zero_step_interleaved):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        zero = ZeroRedundancyOptimizer(
+            ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=True
+        )
+        ddp.register_comm_hook(None, wrapper(allreduce_hook, ddp, zero))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(zero, gamma=0.9)
+        for record in reference:
+            zero.zero_grad()
+            mean_squared_error(ddp, MLP.batch(record.step, rank)).backward()
+            scheduler.step()
+            ours = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+            assert_parity(ours, record.parameters, what=f"{wrapper.__name__}, step {record.step}")
+
+
+def test_hooks_under_the_names_of_pytorch_update_from_the_first_iteration() -> None:
+    run_ranks(_under_torch_names, 2)
+
+
+def _frozen_with_a_gradient(rank: int, world_size: int) -> None:
+    plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+    reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW_OPTIONS)
+    for model, optimizer in ((plain, reference), (ddp, zero)):
+        mean_squared_error(model, MLP.batch(0, rank)).backward()
+        optimizer.step()
+        model.module[0].weight.requires_grad_(False)
+        optimizer.step()
+    # Plain optimizers step whatever has a gradient, so its new value must reach the other ranks.
+    assert torch.equal(ddp.module[0].weight, plain.module[0].weight)
+
+
+def test_without_hooks_a_frozen_parameter_with_a_gradient_is_stepped_on_every_rank() -> None:
+    run_ranks(_frozen_with_a_gradient, 2)
+
+
+def _made(ddp: Any, form: str) -> ZeroRedundancyOptimizer:
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    if form == "deferred":
+        chain(ZeroStep(zero, deferred=True)).register(ddp)
+    elif form == "gathered in forward":
+        chain(ZeroStep(zero, deferred=True, gather="forward")).register(ddp)
+    return zero
+
+
+def _clip(rank: int, world_size: int, norm_type: float, max_norm: float) -> None:
+    for form in ("deferred", "gathered in forward", "without a stage"):
+        plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+        reference, zero = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), _made(ddp, form)
+        is_exact = form == "without a stage"  # The optimizer's order is the model's here.
+        for batch in MLP.batches(rank, steps=5):
+            reference.zero_grad()
+            mean_squared_error(plain, batch).backward()
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+            reference.step()
+            zero.zero_grad()
+            mean_squared_error(ddp, batch).backward()
+            norm = zero.clip_grad_norm_(max_norm, norm_type)
+            zero.step()
+            norms = [torch.zeros_like(norm) for _ in range(world_size)]
+            torch.distributed.all_gather(norms, norm)
+            assert all(torch.equal(norm, other) for other in norms)
+            tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-5, "atol": 1e-7}
+            torch.testing.assert_close(norm, expected, **tolerance)
+        zero.wait()
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+@pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 0.1), (float("inf"), 0.01), (2.0, 1e9)])
+def test_clipping_zero_by_hand_is_that_of_plain_ddp(norm_type: float, max_norm: float) -> None:
+    run_ranks(_clip, 2, norm_type, max_norm)
+
+
+def _not_clipped(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    chain(ZeroStep(zero)).register(ddp)
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    with pytest.raises(TrainingLoopError, match=r"made in backward: use ZeroStep\(zero, deferred=True\)"):
+        zero.clip_grad_norm_(1.0)
+    zero.step()
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = _made(ddp, "deferred")
+    with pytest.raises(TrainingLoopError, match="between a synchronized backward and step"):
+        zero.clip_grad_norm_(1.0)
+    loss = mean_squared_error(ddp, MLP.batch(0, rank)) * float("inf")
+    loss.backward()
+    with pytest.raises(TrainingLoopError, match="so they cannot be clipped"):
+        zero.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_clipping_zero_where_there_is_nothing_to_clip_is_refused() -> None:
+    run_ranks(_not_clipped, 2)
+
+
+def _one_rank_alone_is_not_finite(rank: int, world_size: int) -> float:
+    """Only one element of one rank is not finite, and that in a chunk that the rank owns itself."""
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero, deferred=True)).register(ddp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    shard = next(s for s in zero.shards.values() if s.range[0] < s.range[1])
+    before = shard.parameter.detach().clone()
+    if rank == 1:
+
+        def spoil(grad: torch.Tensor) -> torch.Tensor:
+            spoilt = grad.clone()
+            spoilt.view(-1)[shard.range[0]] = float("nan")
+            return spoilt
+
+        shard.parameter.register_hook(spoil)
+    scaler.scale(mean_squared_error(ddp, MLP.batch(0, rank))).backward()
+    scaler.step(zero)
+    scaler.update()
+    assert torch.equal(shard.parameter, before), "the step is skipped on every rank"
+    return scaler.get_scale()
+
+
+def test_a_rank_learns_of_a_gradient_that_is_not_finite_on_another() -> None:
+    assert run_ranks(_one_rank_alone_is_not_finite, 3) == [2.0, 2.0, 2.0]
+
+
+BATCHES = (7, 4, 5)
+
+
+def _train(
+    ddp: Any,
+    optimizer: Any,
+    case: Case,
+    joinables: list[Any],
+    rank: int,
+    *,
+    clears: bool,
+    steps: bool,
+    join: type[Join],
+) -> Any:
+    with join(joinables):
+        for step in range(BATCHES[rank]):
+            if clears:
+                optimizer.zero_grad()
+            mean_squared_error(ddp, case.batch(step, rank)).backward()
+            if steps:
+                optimizer.step()
+    return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+
+
+def _uneven(rank: int, world_size: int, case: Case, join: type[Join] = Join) -> None:
+    plain = wrap(case.model(), **case.ddp_options())
+    # What a joined rank holds is brought up to date by DDP at the end; the reference's state is that of the last.
+    reference = _train(
+        plain, torch.optim.AdamW(plain.parameters(), lr=0.01), case, [plain], rank, clears=True, steps=True, join=join
+    )
+    for form, options in FORMS.items():
+        if options is None and case.find_unused_parameters:
+            continue
+        ddp = wrap(case.model(), **case.ddp_options())
+        zero = ZeroRedundancyOptimizer(
+            ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=options is not None
+        )
+        if options is not None:
+            chain(ZeroStep(zero, **options)).register(ddp)
+        steps = options is None or not options.get("automatic")
+        ours = _train(ddp, zero, case, [ddp, zero], rank, clears=options is None, steps=steps, join=join)
+        what = f"{form}, {world_size} ranks"
+        if world_size == 2:
+            assert_parity(ours, reference, what=what)
+        else:
+            assert_parity(ours, reference, what=what, exact=False, rtol=1e-3, atol=1e-4, reason="order of summation")
+        states = []
+        for to in range(world_size):
+            zero.consolidate_state_dict(to)
+            states += [zero.state_dict()] if to == rank else []
+        assert states[0]["state"][0]["step"] == max(BATCHES[:world_size]), "updated in every step, on every rank"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_join_equals_plain_ddp_under_join(world_size: int) -> None:
+    run_ranks(_uneven, world_size, MLP)
+
+
+@pytest.mark.parametrize("join", [Join, overlap.Join], ids=["torch", "overlap"])
+def test_join_equals_plain_ddp_if_ranks_use_a_branch_in_turn(join: type[Join]) -> None:
+    run_ranks(_uneven, 2, UNUSED_ON_SOME_RANKS, join)
+
+
+def _without_zero(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero, deferred=True)).register(ddp)
+    match = r"Join\(\[ddp, zero\]\)" if rank == 1 else "rank 1"
+    error: Any = TrainingLoopError if rank == 1 else Exception
+    with pytest.raises(error, match=match):
+        _train(ddp, zero, MLP, [ddp], rank, clears=False, steps=True, join=Join)
+
+
+def test_a_join_without_zero_is_refused_if_zero_acts_outside_of_backward() -> None:
+    run_ranks(_without_zero, 2, group_timeout_s=6)

@@ -1,0 +1,175 @@
+"""Edits of the optimizer's state and groups by hand, between steps, are those of plain DDP or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import ConfigurationError, TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _assign(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def _set_each(optimizer: Any) -> None:
+    for parameter in _parameters(optimizer):
+        optimizer.state[parameter] = {}
+
+
+def _delete_each(optimizer: Any) -> None:
+    for parameter in list(optimizer.state):
+        del optimizer.state[parameter]
+
+
+def _scale(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5).nan_to_num_()
+        state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+        state["step"].zero_()
+
+
+def _put_back(optimizer: Any) -> None:
+    saved = copy.deepcopy({parameter: dict(state) for parameter, state in optimizer.state.items()})
+    for parameter, state in zip(list(optimizer.state), saved.values(), strict=True):
+        optimizer.state[parameter] = state
+
+
+@torch.no_grad()
+def _mask(optimizer: Any) -> None:
+    for parameter in _parameters(optimizer):
+        if parameter in optimizer.state:
+            optimizer.state[parameter]["exp_avg"].mul_(parameter > 0)
+
+
+def _new_moments(optimizer: Any) -> None:
+    for parameter in _parameters(optimizer):
+        if parameter in optimizer.state:
+            optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+
+
+def _regroup(optimizer: Any) -> None:
+    parameters = _parameters(optimizer)
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    optimizer.add_param_group({"params": parameters[::-1], "lr": 0.02})
+
+
+def _move(optimizer: Any) -> None:
+    first = optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [first["params"].pop(2)], "lr": 0.02})
+
+
+def _leave(optimizer: Any) -> None:
+    first = optimizer.param_groups[0]
+    parameter = first["params"].pop(3)
+    optimizer.state.pop(parameter)
+    parameter.requires_grad_(False)
+
+
+ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "assign": _assign,
+    "set each": _set_each,
+    "delete each": _delete_each,
+    "pop one": lambda optimizer: optimizer.state.pop(_parameters(optimizer)[0]),
+    "scale": _scale,
+    "put back": _put_back,
+    "regroup": _regroup,
+    "move": _move,
+    "leave": _leave,
+}
+WHOLE = {"mask": _mask, "new moments": _new_moments}
+FORMS: dict[str, dict[str, Any] | None] = {
+    "interleaved": {},
+    "deferred": {"deferred": True},
+    "gathered in forward": {"gather": "forward"},
+    "without a stage": None,
+}
+
+
+def _edited(rank: int, world_size: int) -> None:
+    cases = [(form, edit, "element") for form in FORMS for edit in ("clear", "scale", "regroup", "leave")]
+    cases += [("interleaved", edit, "element") for edit in ELEMENTWISE]
+    cases += [("interleaved", edit, "parameter") for edit in {**ELEMENTWISE, **WHOLE}]
+    for form, edit, partition in cases:
+        plain, ddp = (wrap(MLP.model(), find_unused_parameters=edit == "leave") for _ in range(2))
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, partition=partition)
+        options = FORMS[form]
+        if options is not None:
+            chain(ZeroStep(zero, **options)).register(ddp)
+        for step, batch in enumerate(MLP.batches(rank, steps=5)):
+            for model, optimizer in ((plain, reference), (ddp, zero)):
+                optimizer.zero_grad()
+                mean_squared_error(model, batch).backward()
+                optimizer.step()
+                if step == 2:
+                    {**ELEMENTWISE, **WHOLE}[edit](optimizer)
+        zero.wait()
+        assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{form}, {edit}, {partition}")
+        zero.consolidate_state_dict(to=None)
+        assert_parity(zero.state_dict(), reference.state_dict(), what=f"state after {form}, {edit}, {partition}")
+
+
+def test_edits_of_zeros_state_and_groups_are_those_of_plain_ddp() -> None:
+    run_ranks(_edited, 2)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
+    chain(ZeroStep(zero)).register(ddp)
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    with pytest.raises(TrainingLoopError, match="the update was made in backward"):
+        zero.state.clear()
+    zero.step()
+    weight = ddp.module[0].weight
+
+    def of_part() -> Any:
+        return zero.state[weight]["exp_avg"]
+
+    for edit in (
+        lambda: of_part().mul_(weight > 0),
+        lambda: of_part() * weight,
+        lambda: of_part().norm(),
+        lambda: of_part().copy_(weight),
+        lambda: of_part().normal_(),
+        lambda: of_part()[3],
+        lambda: of_part().__setitem__(3, 0.0),
+        lambda: torch.sum(of_part()),
+    ):
+        with pytest.raises(UnsupportedError, match=r"partition='parameter'.*param in zero\.state.*load_state_dict"):
+            edit()
+    for edit in (lambda: zero.state[weight].update(exp_avg=weight), lambda: zero.state.update({weight: {"m": weight}})):
+        with pytest.raises(ConfigurationError, match=r"of shape \(16, 16\).*partition='parameter'.*load_state_dict"):
+            edit()
+    zero.consolidate_state_dict(to=None)
+    of_part().zero_()
+    with pytest.raises(TrainingLoopError, match="not consolidated since it last changed"):
+        zero.state_dict()
+    other = wrap(MLP.model())
+    whole = ZeroRedundancyOptimizer(other.parameters(), torch.optim.AdamW, lr=0.01, partition="parameter")
+    mean_squared_error(other, MLP.batch(0, rank)).backward()
+    whole.step()
+    absent = next(parameter for parameter in other.parameters() if parameter not in whole.state)
+    with pytest.raises(KeyError, match=r"another rank has the state.*`if param in zero\.state`"):
+        whole.state[absent]["exp_avg"].zero_()
+    zero.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ConfigurationError, match=r"put into zero\.param_groups by hand.*zero\.add_param_group"):
+        mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+
+
+def test_edits_that_would_be_others_than_plain_ddps_are_refused_by_name() -> None:
+    run_ranks(_refused, 2)
