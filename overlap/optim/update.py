@@ -42,7 +42,6 @@ from overlap.join import Join, Joinable
 from overlap.join.joinable import refuse_before_model
 from overlap.join.participation import active_join
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
-from overlap.optim.packed_state import fingerprint
 from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Form, Phase
 from overlap.optim.release import GradientRelease, check_releasable
 from overlap.optim.scaler import LossScale, Veto, skips_by_itself
@@ -62,6 +61,8 @@ class BucketLayout:
 
 
 L = TypeVar("L", bound=BucketLayout)
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Update(Stage, Generic[L]):
@@ -389,7 +390,7 @@ class Update(Stage, Generic[L]):
         settings, names = {}, self.lifecycle.names
         for place, group in enumerate(self.optimizer.param_groups):
             members = [names[parameter] for parameter in group["params"] if parameter in names]
-            values = {key: fingerprint(value) for key, value in group.items() if key not in ("params", "param_names")}
+            values = {key: _as_text(value) for key, value in group.items() if key not in ("params", "param_names")}
             digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
             values["the list of parameters"] = f"{', '.join(members[:3])}, ... ({len(members)}, digest {digest})"
             of_group = f"of group {place} of {self.optimizer_name}"
@@ -445,6 +446,13 @@ class Update(Stage, Generic[L]):
         self.lifecycle.on_remove()
         self._layouts.clear()
         self.context = None
+
+
+def _as_text(value: Any) -> str:
+    """A hyperparameter as text, the same on every rank; of an object that is no plain value its class."""
+    value = value.tolist() if isinstance(value, Tensor) else value
+    is_plain = all(isinstance(one, _PLAIN) for one in (value if isinstance(value, (list, tuple)) else [value]))
+    return repr(value) if is_plain else type(value).__name__
 
 
 class LoopOptimizer(Optimizer, Joinable):

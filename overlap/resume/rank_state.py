@@ -23,9 +23,9 @@ from overlap.hooks.stage import walk
 from overlap.optim import FunctionalOptimizer, LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.packed_state import load_packed
 from overlap.optim.phases import Event, Phase
 from overlap.optim.zero.checkpoint import check_part, load_part
+from overlap.optim.zero.packed_state import load_packed
 from overlap.resume.reshard import check_parameters, class_of, in_order, labels_of, order_of, redistribute
 
 __all__ = ["load_state_dict", "rank_parts", "stage_of", "state_dict", "state_of_rank"]

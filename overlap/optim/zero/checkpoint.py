@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.packed_state import Order, cloned
+from overlap.optim.zero.packed_state import Order, cloned
 from overlap.optim.zero.shards import flatten
 from overlap.optim.zero.state import (
     Part,

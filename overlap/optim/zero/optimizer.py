@@ -37,13 +37,13 @@ from overlap.join import Joinable
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.packed_state import tensors_in
 from overlap.optim.phases import Event, Phase
 from overlap.optim.scaler import LossScale, Veto
 from overlap.optim.subset import SubsetStepper, check_optimizer
 from overlap.optim.update import LoopOptimizer
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
 from overlap.optim.zero.exchange import Exchange, Gather, Workspace
+from overlap.optim.zero.packed_state import tensors_in
 from overlap.optim.zero.partition import (
     ByElement,
     ByParameter,
