@@ -51,6 +51,7 @@ from overlap._torch.optimizer import (
     unhooked_step,
 )
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.hooks.stage import is_same_state
 from overlap.optim.declared import runs_on_current_stream
 
 __all__ = [
@@ -137,12 +138,7 @@ class SubsetStepper:
         """One update of ``parameters``, all of them the optimizer's, with ``gradients`` of their shapes and dtypes.
 
         Changes the parameters and ``optimizer.state`` in place; ``.grad`` is as before, and so are groups and
-        attributes until :meth:`finish`.
-
-        Args:
-            parameters: those to step.
-            gradients: theirs.
-            **arguments: of the optimizer's ``step``.
+        attributes until :meth:`finish`. ``arguments`` are of the optimizer's ``step``.
 
         Raises:
             UnsupportedError: a part has written another value to a group or an attribute than one before it.
@@ -155,10 +151,7 @@ class SubsetStepper:
                 self._step(split, parameters, gradients, arguments)
 
     def finish(self, **arguments: Any) -> dict[int, dict[str, Any]]:
-        """The step ends: write back what its parts have written, once.
-
-        Returns:
-            What was written to groups, by the place of each.
+        """The step ends: write back, once, the values that its parts have written. Returns those of groups, by place.
 
         Raises:
             UnsupportedError: as :meth:`step`.
@@ -214,12 +207,12 @@ class SubsetStepper:
             writes, skipped = {}, _SHARED if place is None else _MEMBERS
             for key, value in ended.items():
                 before = began.get(key, _MISSING)
-                if value is not before and key not in skipped and not _same(before, value):
+                if value is not before and key not in skipped and not is_same_state(before, value):
                     writes[key] = value
             first = self._written.setdefault(place, writes)
             for key in () if first is writes else {**first, **writes}:
                 one, other = first.get(key, began.get(key)), writes.get(key, began.get(key))
-                if not _same(one, other):
+                if not is_same_state(one, other):
                     raise UnsupportedError(
                         f"{key!r} of this {type(optimizer).__name__} is {told(one)} after a step with some parameters "
                         f"and {told(other)} after one with others, so updating in parts does not equal one step, and "
@@ -250,23 +243,6 @@ def _entries(group: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, An
         return {"params": parameters}
     names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
     return {"params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    try:
-        return bool(one == other) or bool(one != one and other != other)
-    except Exception:  # Not comparable.
-        return False
 
 
 def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -326,10 +302,8 @@ def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 class StepGuard:
     """A pre-hook of an optimizer that raises if anyone but the library steps it, for as long as the model lives.
 
-    Args:
-        stage: the update stage.
-        instead: how the optimizer is stepped, and the call to make in place of ``step()``.
-        through: the wrapper by whose ``step`` it may be stepped all the same; it shares the hook.
+    ``instead`` says how it is stepped, and the call to make in place of ``step()``; ``through`` is the wrapper by whose
+    ``step`` it may be stepped all the same, which shares the hook.
     """
 
     def __init__(self, stage: Any, instead: str, *, through: Optimizer | None) -> None:
@@ -373,7 +347,6 @@ class StepGuard:
 def _changes_nothing(optimizer: Optimizer) -> bool:
     """Whether this is the step by which ``torch.distributed.checkpoint`` makes the state: zero rates and gradients."""
     groups = optimizer.param_groups
-    parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
-    return all("lr" in group and not bool(group["lr"]) for group in groups) and not any(
-        parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters
-    )
+    gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
+    is_still = all("lr" in group and not bool(group["lr"]) for group in groups)
+    return is_still and not any(bool(gradient.any()) for gradient in gradients)

@@ -18,8 +18,7 @@ from lifecycle_driver import Player
 from lifecycle_forms import FORMS
 
 from harness import run_ranks
-from overlap.optim.applied import PassGradients
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.lifecycle import PassGradients, UpdateLifecycle
 from overlap.optim.phases import TRANSITIONS, Event, Phase, Refusal
 
 Patches = Callable[[], list[Any]]
@@ -134,7 +133,6 @@ UNOBSERVABLE: dict[tuple[Event, Phase], str] = {
     },
     (Event.UPDATE_FAILURE, Phase.BACKWARD): "step() is refused before it calls the optimizer",
     (Event.UPDATE_FAILURE, Phase.FAILED): "step() is refused before it calls the optimizer",
-    **{(Event.REDUCED, phase): "leads to what the form says, not to an entry of the table" for phase in Phase},
     **{(Event.REPLAY, phase): "happens under Join alone" for phase in Phase},
 }
 
@@ -180,7 +178,7 @@ METHODS: dict[str, Mutant] = {
     ),
     "a gradient that the loop keeps used again": Mutant(
         INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.applied._REFERENCES", mock.ANY)],
+        lambda: [mock.patch("overlap.optim.lifecycle._REFERENCES", mock.ANY)],
         "forward backward keep step",
     ),
     "what was updated in backward not noted": Mutant(INTERLEAVED, _method("note_applied"), 1),
@@ -201,12 +199,12 @@ METHODS: dict[str, Mutant] = {
     ),
     "a learning rate changed before step() let pass": Mutant(
         INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.applied._values", return_value={})],
+        lambda: [mock.patch("overlap.optim.lifecycle._values", return_value={})],
         "forward backward set_lr:0.02 step",
     ),
     "parameters changed before step() let pass": Mutant(
         INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.applied.versions", lambda tensors: [0 for _ in tensors])],
+        lambda: [mock.patch("overlap.optim.lifecycle.versions", lambda tensors: [0 for _ in tensors])],
         "forward backward decay step",
     ),
     "applied gradients kept by remove()": Mutant(

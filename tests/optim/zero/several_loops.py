@@ -119,7 +119,7 @@ def several_run(
     ddp = wrap(case.model(), **{**case.ddp_options(), **ddp_options})
     pair = form.pair(ddp)
     registration = chain(*form.stages(*pair)).register(ddp)
-    automatic = [stage.is_automatic for stage in registration.stage.sequence if hasattr(stage, "is_automatic")]
+    automatic = [stage.form.is_automatic for stage in registration.stage.sequence if hasattr(stage, "form")]
     steps = [one for one, is_automatic in zip(pair, automatic, strict=True) if not is_automatic]
     records = train(
         ddp,

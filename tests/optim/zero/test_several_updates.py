@@ -31,7 +31,7 @@ def _transformed(rank: int, world_size: int) -> None:
         reducer = [AllReduce()] if name == "the first deferred" else []
         updates = [stage for stage in FORMS[name].stages(*pair) if isinstance(stage, (Step, ZeroStep))]
         chain(*reducer, SkipNonFinite(), clip, *updates).register(ddp)
-        steps = [one for one, update in zip(pair, updates, strict=True) if not update.is_automatic]
+        steps = [one for one, update in zip(pair, updates, strict=True) if not update.form.is_automatic]
         for place in range(5):
             plain.zero_grad()
             for model, optimizers in ((plain, reference), (ddp, steps)):
