@@ -622,29 +622,29 @@ class UsedValues:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor]) -> None:
-        self._groups = [(list(map(id, group["params"])), _values(group)) for group in groups]
+        self._groups = list(map(_values, groups))
         self._parameters = parameters
         self._versions = versions(parameters)
 
     def refuse_changes(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str], form: Form) -> None:
-        """Raises: TrainingLoopError: one of them has changed since."""
+        """Raises: TrainingLoopError: one of them has changed since. Parameters and keys may have been added."""
         between = f"between backward and {form.step}, but the update had been made in backward"
-        for place, (members, before) in enumerate(self._groups):
-            group: Mapping[str, Any] = groups[place] if place < len(groups) else {"params": ()}
-            now = list(map(id, group["params"]))
-            if now != members and not set(members) <= set(now):
+        for place, before in enumerate(self._groups):
+            now = _values(groups[place] if place < len(groups) else {"params": ()})
+            if now == before:
+                continue
+            if not set(before["params"]) <= set(now["params"]):
                 raise TrainingLoopError(
                     f"parameters were taken out of parameter group {place} {between}: use {form.deferred}, or take "
                     f"them out before the backward or after {form.step}"
                 )
-            # A key may have been added, such as the initial_lr of a scheduler that is made now.
-            if (values := _values(group)) != before and values != {**values, **before}:
-                key = next(key for key in before if key not in values or values[key] != before[key])
-                raise TrainingLoopError(
-                    f"{key!r} of parameter group {place} was changed from {_shown(before[key])} to "
-                    f"{_shown(values.get(key))} {between} with {_shown(before[key])}: use {form.deferred}, or change "
-                    f"it before the backward or after {form.step}"
-                )
+            for key in before:
+                if key != "params" and (key not in now or now[key] != before[key]):
+                    raise TrainingLoopError(
+                        f"{key!r} of parameter group {place} was changed from {_shown(before[key])} to "
+                        f"{_shown(now.get(key))} {between} with {_shown(before[key])}: use {form.deferred}, or change "
+                        f"it before the backward or after {form.step}"
+                    )
         now_versions = versions(self._parameters)
         if now_versions != self._versions:
             differs = map(operator.ne, self._versions, now_versions)
@@ -656,13 +656,13 @@ class UsedValues:
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a group without its parameters, so that equal dictionaries mean equal hyperparameters."""
+    """The values of a group, so that equal dictionaries mean equal hyperparameters and the same parameters."""
     values = {}
     for key, value in group.items():
         if type(value) in _PLAIN or (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
             values[key] = value
-        elif key != "params":
-            values[key] = _content(value)
+        else:
+            values[key] = list(map(id, value)) if key == "params" else _content(value)
     return values
 
 

@@ -126,8 +126,6 @@ class LoopOptimizer(Optimizer, Joinable):
         is_over = phases.count(Phase.STEPPED) == len(phases)
         for update in updates:
             update.lifecycle.check_once(is_all=is_over and (update.is_sharded or not pending))
-        if Phase.APPLIED in phases:
-            self._check_applied(arguments)
         verdicts = [update.lifecycle.verdict for update in updates]
         verdict = verdicts[0] if len(verdicts) == 1 else Verdict.of_any(verdicts)
         is_made = verdict.found_inf is None or not verdict.skips(self.stepped)
@@ -156,9 +154,6 @@ class LoopOptimizer(Optimizer, Joinable):
         for update in self.updates:
             ids.update(update.lifecycle.gradients.applied)
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in ids]
-
-    def _check_applied(self, arguments: Mapping[str, Any]) -> None:
-        """The update was made in backward; may raise."""
 
     def _note_stepped(self, pending: list[Tensor]) -> None:
         """``pending`` have been applied."""
@@ -269,10 +264,6 @@ class OptimizerProxy(Optimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
@@ -335,6 +326,14 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         """Gradients that :meth:`step` has applied of parameters which are in no registered model."""
 
     def _check_call(self, scaler: Verdict, arguments: Mapping[str, Any]) -> None:
+        for update in self.updates:
+            if update.lifecycle.phase is Phase.APPLIED:
+                check_nothing_before(self.optimizer)
+                if arguments:
+                    raise TrainingLoopError(
+                        f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
+                        "Step(optimizer, deferred=True)"
+                    )
         if self.was_registered:
             return
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -350,17 +349,10 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
             pending = [parameter for parameter in pending if id(parameter) not in as_left]
         return pending
 
-    def _check_applied(self, arguments: Mapping[str, Any]) -> None:
-        check_nothing_before(self.optimizer)
-        if arguments:
-            raise TrainingLoopError(
-                f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
-                "Step(optimizer, deferred=True)"
-            )
-
     def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
         if scaler.is_supported_by(self.optimizer) and not any(update.clipping for update in self.updates):
-            self._apply(pending, [], scaler, arguments)  # A scaler's verdict is of the same gradients as a stage's.
+            # A scaler's verdict is of the same gradients as a stage's.
+            self._apply(*self._gradients(pending), scaler, arguments)
         else:
             super()._update(pending, scaler, verdict, arguments)
 
@@ -368,16 +360,22 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         return pending, [parameter.grad for parameter in pending if parameter.grad is not None]
 
     def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
+        gradient_of = dict(zip(parameters, gradients, strict=True))
         ordered = in_model_order(parameters, *(update.lifecycle.names for update in self.updates))
-        return clipping.clip_([parameter.grad for parameter in ordered if parameter.grad is not None])
+        return clipping.clip_([gradient_of[parameter] for parameter in ordered])
 
     def _apply(
         self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
     ) -> None:
         # One whole step, which any optimizer can do; what has been applied is hidden from it.
-        kept = set(map(id, parameters))
-        hidden = [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in kept]
-        with verdict.passed_to(self.optimizer), grads_replaced(hidden, [None] * len(hidden)):
+        wanted = dict(zip(map(id, parameters), gradients, strict=True))
+        others = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not wanted.get(id(parameter))
+        ]
+        with verdict.passed_to(self.optimizer), grads_replaced(others, [wanted.get(id(one)) for one in others]):
             step_whole(self.optimizer, **arguments)
 
     @torch.no_grad()

@@ -15,14 +15,13 @@ from overlap._torch import classes
 from overlap._torch.optimizer import pre_hooks, runs_step_hooks, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
-from overlap.hooks.transforms.clip import in_model_order
 from overlap.join.participation import active_join
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.lifecycle import and_others
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import Form, Phase
-from overlap.optim.subset import StepGuard, grads_replaced, raise_versions, step_whole
+from overlap.optim.subset import StepGuard, raise_versions
 from overlap.optim.update import BucketLayout, Update
 
 __all__ = ["Step"]
@@ -181,17 +180,13 @@ class Step(Update[StepLayout]):
 
     async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
         assert self.clipping is not None, "asked for"
-        every = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        ordered = in_model_order((one for one in every if one in held), self.lifecycle.names)
-        self.clipping.clip_([held[parameter] for parameter in ordered])
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p in held]
+        self.optimizer._clip_(self.clipping, parameters, [held[parameter] for parameter in parameters])
 
     @torch.no_grad()
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
-        groups = self.optimizer.param_groups
-        every = [parameter for group in groups for parameter in group["params"]]
-        with grads_replaced(every, [held.get(one) for one in every]), self.lifecycle.verdict.passed_to(self.stepped):
-            step_whole(self.stepped)
-        raise_versions(list(held), groups)
+        self.optimizer._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
+        raise_versions(list(held), self.optimizer.param_groups)
 
     def check_backward(self, *, is_replay: bool) -> None:
         assert self.context is not None, "backward runs while the stage is attached"

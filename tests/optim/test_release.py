@@ -350,8 +350,9 @@ def _fails(rank: int, world_size: int) -> None:
             patch.setattr(update, "__call__", broken)
             with pytest.raises((ValueError, PeerError), match="broken on purpose"):
                 backward(ddp, 3, rank)
-        gc.collect()  # The exception refers to its frames, and they to it.
         trains(ddp, optimizer, rank, range(4, 7))
+        gc.collect()  # The exception refers to its frames, and they to it.
+        trains(ddp, optimizer, rank, range(7, 8))
         assert is_released(ddp), form
         memories = list(release_of(ddp)._memories.values())
         registration.remove()
