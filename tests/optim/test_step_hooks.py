@@ -17,19 +17,6 @@ from overlap import AllReduce, OverlappedOptimizer, Step, UnsupportedError, chai
 STEPS = 4
 
 
-class Stepless:
-    """What a loop that calls no `step()` gives to `train`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        pass
-
-    def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
-
-
 def _clamp(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     assert type(optimizer) is torch.optim.SGD and args == (optimizer,)
     with torch.no_grad():
@@ -48,14 +35,13 @@ def _trained(rank: int, hook: Callable[[Any], Any], form: str) -> list[Record]:
     """With plain DDP, or with an update in that form."""
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     optimizer: Any = SGD(ddp.parameters())
-    if form not in ("plain", "automatic", "automatic, deferred"):
+    if form != "plain":
         optimizer = OverlappedOptimizer(optimizer)
     handle = hook(optimizer)
     if form != "plain":
         chain(AllReduce(), Step(optimizer, deferred="deferred" in form)).register(ddp)
-    looped = Stepless(optimizer) if "automatic" in form else optimizer
     step = plain_step if form == "plain" else overlapped_step
-    records = train(ddp, looped, MLP.batches(rank, steps=STEPS), step_fn=step, scheduler=NoScheduler)
+    records = train(ddp, optimizer, MLP.batches(rank, steps=STEPS), step_fn=step, scheduler=NoScheduler)
     handle.remove()
     return records
 
@@ -71,8 +57,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 def _hooks_are_exact(rank: int, world_size: int) -> None:
     for name, hook in HOOKS.items():
         reference = _trained(rank, hook, "plain")
-        in_backward = ("interleaved", "automatic") if "post-hook" in name else ()
-        for form in ("deferred", "automatic, deferred", *in_backward):
+        for form in ("interleaved", "deferred") if "post-hook" in name else ("deferred",):
             assert_parity(_trained(rank, hook, form), reference, what=f"{name}, {form}")
 
 
