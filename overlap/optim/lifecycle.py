@@ -2,12 +2,11 @@
 
 [Note: the update lifecycle]
 
-An update that is not made in ``optimizer.step()`` must be exactly plain DDP's, or an error. Which one depends on the
-loop's place: whether gradients are there, are the mean over ranks, have been applied. That is one value, the
-:class:`Phase`, and :data:`TRANSITIONS` lists the phase that follows each event, and the events that are refused. A
-comment in the table marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses those.
-``Step``, ``ZeroStep`` and local SGD use it alike; no other object keeps a flag about it. ``docs/lifecycle.md`` shows
-the table as a picture.
+An update that is not made in ``optimizer.step()`` must be exactly plain DDP's, or an error. Which one depends on
+whether gradients are there, are the mean over ranks, have been applied: that is one :class:`Phase`, and
+:data:`TRANSITIONS` lists the phase that follows each event, and the events that are refused. A comment in the table
+marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses those. ``Step``, ``ZeroStep`` and
+local SGD use it alike. ``docs/lifecycle.md`` shows the table as a picture.
 
 What happens to ``.grad`` (local SGD without an update in backward is an ordinary optimizer, and only clears gradients
 of a failure):
@@ -223,7 +222,7 @@ class UpdateLifecycle:
             self.gradients.forget()
 
     def on_load(self) -> None:
-        """``load_state_dict()`` is called. Raises: TrainingLoopError: as :meth:`on_zero_grad`."""
+        """``load_state_dict()`` is called; may raise as :meth:`on_zero_grad`."""
         self._move(Event.LOAD)
 
     def on_failure(self) -> None:
@@ -358,10 +357,8 @@ def _nonzero(parameters: list[Tensor]) -> list[Tensor]:
 class PassGradients(Terms):
     """Of which of an update's parameters the last backward reduced the gradients, and which have been applied.
 
-    Between an update in backward and ``step()`` (in automatic forms: the next forward) ``.grad`` is an
-    :class:`AppliedGradient` under these terms. After ``step()`` it is the ordinary tensor again, except where this rank
-    has only a part of it, or its memory was released. The next forward clears a gradient that is still the tensor that
-    was left, at the same version; what the loop has put there or zeroed stays, as in plain DDP.
+    These are the terms of gradients that are handed over. The next forward clears a gradient that is still the tensor
+    that ``step()`` left, at the same version; what the loop has put there or zeroed stays.
 
     Args:
         owns: whether the gradient of a parameter is this update's to clear.

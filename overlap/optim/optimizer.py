@@ -280,10 +280,9 @@ class OptimizerProxy(Optimizer):
 class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     """Wraps an optimizer whose update a :class:`Step` stage makes during backward.
 
-    It shares ``param_groups``, ``state`` and ``defaults`` with the wrapped optimizer, so LR schedulers can be given
-    either; ``state_dict`` and ``load_state_dict`` are the wrapped one's, unchanged, so checkpoints of either load into
-    the other. :meth:`step` makes sure that every parameter with a gradient has been updated once: what the stage has
-    updated in backward is left alone, the rest is updated now. Other attributes are the wrapped optimizer's.
+    It shares groups, state and all other attributes with the wrapped optimizer, so LR schedulers can be given either,
+    and checkpoints of either load into the other. :meth:`step` updates every parameter with a gradient that the stage
+    has not updated in backward.
 
     Step hooks (of either object) get the wrapped optimizer, and run once per :meth:`step`. With interleaved updates
     that is after the parameters have changed, so pre-hooks are refused there. ``GradScaler`` works with a deferred

@@ -8,21 +8,18 @@ state that it finds there. So a part is stepped by a *twin*: an object of the op
 attributes, ``state`` included, but whose groups list the part's parameters alone. LR schedulers, several groups and
 third-party optimizers just work, and ``foreach`` and ``fused`` kernels run once per part and group.
 
-Many optimizers count their steps in ``group["step"]`` or in an attribute. One step of the training loop is many calls
-of a twin's ``step``, so values written there stay with the twin until the step ends: each part begins with the groups
-and attributes as they were when the step began. Parts must agree on the values, which are written back once. A value on
-which parts disagree depends on which parameters are stepped together, as Prodigy's estimate does: that is an error.
-A group of which no part was stepped counts, too, since one whole ``step()`` goes over every group.
+Many optimizers count their steps in ``group["step"]`` or in an attribute, and one step of the training loop is many
+calls of a twin's ``step``. So each part begins with the groups and attributes as they were when the step began. Parts
+must agree on the values that they write there, which are written back once; a value on which they disagree, such as
+Prodigy's estimate, is an error. A group of which no part was stepped counts, too.
 
 [Note: optimizers on the default stream]
 
 An update in backward is made on the side stream on which its bucket was reduced. The kernels of ``torch.optim`` run on
-the current stream, and a declaration promises the same. Others may not: those of bitsandbytes run on the default
-stream, whatever the current one is, and would read gradients that are not reduced yet. So these, and every optimizer
-that is neither known nor declared, are stepped with the default stream as the current one: it first waits for the
-stream that was current, which then waits for it. All of ``step()`` runs there, since one ``step()`` may use both.
-That is correct for every optimizer, but less overlaps: backward waits for the bucket's reduction and update where the
-model computes on the default stream. In ``step()`` the two streams are usually one, and nothing waits.
+the current stream, and a declaration promises the same. Those of bitsandbytes run on the default stream, whatever the
+current one is, and would read gradients that are not reduced yet. So these, and every optimizer that is neither known
+nor declared, are stepped with the default stream as the current one: it first waits for the stream that was current,
+which then waits for it. That is correct for every optimizer, but less overlaps.
 """
 
 from __future__ import annotations
