@@ -16,6 +16,8 @@ of a failure):
 - An edit of one that was applied in backward would be lost, so such gradients are handed over read-only, until
   ``step()``, or where the loop calls none, until the next forward. See [Note: applied gradients are read-only].
 - One of which this rank has only a part, or whose memory was released, cannot be read, either.
+
+The file is long because a phase and its gradients are one thing: what an event means depends on both.
 """
 
 from __future__ import annotations
