@@ -9,7 +9,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-from overlap.optim.phases import TRANSITIONS, Event, Phase, Refusal
+from overlap.optim.phases import TRANSITIONS, Phase, Refusal
 
 PHASES = tuple(Phase)
 Words = tuple[str, str]
@@ -29,7 +29,7 @@ def rows() -> dict[str, list[Words]]:
     # DDP calls no hook under no_sync: gradients add up, and whoever looks at them next finds them changed.
     cells["backward under no_sync"] = [(phase.value, "same") for phase in PHASES]
     # Which phase follows is the form's own.
-    cells[Event.REDUCED.value] = [("*", "moves") if phase is Phase.BACKWARD else ("", "same") for phase in PHASES]
+    cells["all buckets through"] = [("*", "moves") if phase is Phase.BACKWARD else ("", "same") for phase in PHASES]
     return cells
 
 

@@ -177,9 +177,9 @@ class Run:
 def _defer_updates(stage: Stage, late: str) -> None:
     """Have ``step()`` make the updates in ``stage``, where that was not ruled out: gradients are used ``late``."""
     for update in walk(stage):
-        if isinstance(update, Update) and not update.is_deferred:
+        if isinstance(update, Update) and not update.form.is_deferred:
             update.defer()
-            if update.is_deferred:
+            if update.form.is_deferred:
                 _logger.info("%s: the update of the chain is %r", late, update)
 
 

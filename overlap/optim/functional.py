@@ -30,7 +30,7 @@ class FunctionalOptimizer:
     """Base of the functional optimizers.
 
     Each wraps the ``torch.optim`` class of its name: same arguments, same arithmetic, and the groups' hyperparameters
-    read at every call.
+    read at every call. With ``FunctionalAdagrad`` a parameter that is added late starts at its first step.
 
     Args:
         params: parameters or groups of them, as for any optimizer; may be empty, since :meth:`step_param` adds what it
@@ -47,6 +47,10 @@ class FunctionalOptimizer:
     """
 
     optimizer_class: ClassVar[type[Optimizer]]
+
+    def __init_subclass__(cls) -> None:
+        example = f">>> {cls.__name__}([torch.ones(2)], lr=0.5).step([torch.ones(2)])"
+        cls.__doc__ = f"{cls.__doc__}\n\n{example}\n"
 
     def __init__(self, params: Iterable[Any] = (), **defaults: Any) -> None:
         if (groups := as_list(params)) is None:
@@ -124,72 +128,48 @@ class FunctionalOptimizer:
 
 
 class FunctionalSGD(FunctionalOptimizer):
-    """``torch.optim.SGD`` with gradients as arguments.
-
-    >>> FunctionalSGD([torch.ones(2)], lr=0.5).step([torch.ones(2)])
-    """
+    """``torch.optim.SGD`` with gradients as arguments."""
 
     optimizer_class = torch.optim.SGD
 
 
 class FunctionalAdam(FunctionalOptimizer):
-    """``torch.optim.Adam`` with gradients as arguments.
-
-    >>> FunctionalAdam([torch.ones(2)], lr=0.5).step([torch.ones(2)])
-    """
+    """``torch.optim.Adam`` with gradients as arguments."""
 
     optimizer_class = torch.optim.Adam
 
 
 class FunctionalAdamW(FunctionalOptimizer):
-    """``torch.optim.AdamW`` with gradients as arguments.
-
-    >>> FunctionalAdamW([torch.ones(2)], lr=0.5).step([torch.ones(2)])
-    """
+    """``torch.optim.AdamW`` with gradients as arguments."""
 
     optimizer_class = torch.optim.AdamW
 
 
 class FunctionalAdagrad(FunctionalOptimizer):
-    """``torch.optim.Adagrad`` with gradients as arguments; a parameter that is added late starts at its first step.
-
-    >>> FunctionalAdagrad([torch.ones(2)], lr=0.5).step([torch.ones(2)])
-    """
+    """``torch.optim.Adagrad`` with gradients as arguments."""
 
     optimizer_class = torch.optim.Adagrad
 
 
 class FunctionalAdadelta(FunctionalOptimizer):
-    """``torch.optim.Adadelta`` with gradients as arguments.
-
-    >>> FunctionalAdadelta([torch.ones(2)], lr=0.5).step([torch.ones(2)])
-    """
+    """``torch.optim.Adadelta`` with gradients as arguments."""
 
     optimizer_class = torch.optim.Adadelta
 
 
 class FunctionalAdamax(FunctionalOptimizer):
-    """``torch.optim.Adamax`` with gradients as arguments.
-
-    >>> FunctionalAdamax([torch.ones(2)], lr=0.5).step([torch.ones(2)])
-    """
+    """``torch.optim.Adamax`` with gradients as arguments."""
 
     optimizer_class = torch.optim.Adamax
 
 
 class FunctionalRMSprop(FunctionalOptimizer):
-    """``torch.optim.RMSprop`` with gradients as arguments.
-
-    >>> FunctionalRMSprop([torch.ones(2)], lr=0.5).step([torch.ones(2)])
-    """
+    """``torch.optim.RMSprop`` with gradients as arguments."""
 
     optimizer_class = torch.optim.RMSprop
 
 
 class FunctionalRprop(FunctionalOptimizer):
-    """``torch.optim.Rprop`` with gradients as arguments.
-
-    >>> FunctionalRprop([torch.ones(2)], lr=0.5).step([torch.ones(2)])
-    """
+    """``torch.optim.Rprop`` with gradients as arguments."""
 
     optimizer_class = torch.optim.Rprop

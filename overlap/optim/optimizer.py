@@ -1,8 +1,18 @@
-"""The optimizer that a training loop holds when its update is made in backward, which wraps the loop's own."""
+"""The optimizers that a training loop holds when stages update with them.
+
+[Note: the loop's step]
+
+:meth:`LoopOptimizer.step` makes the updates that stages have left, and ends those that they made in backward: *check*
+that the phases of all models allow it, find the *pending* gradients (those that were not applied yet), *unscale* and
+*clip* them, *apply* them unless a scaler or a stage has found one that is not finite, and *publish* the new parameters.
+ZeRO without a stage is the same step, of gradients that the loop has averaged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Never
 
 import torch
@@ -10,19 +20,213 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import told
-from overlap._torch.optimizer import patch_step, run_step_hooks, unwrapped
+from overlap._checks import refuse_capture, told
+from overlap._torch.optimizer import mark_stepped, patch_step, run_step_hooks, unwrapped
 from overlap.errors import ArgumentTypeError, ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.transforms.clip import Clipping, in_model_order
-from overlap.join import Joinable, JoinHook
-from overlap.optim.applied import PassGradients
+from overlap.join import Join, Joinable, JoinHook
+from overlap.join.joinable import refuse_before_model
 from overlap.optim.declared import check_nothing_before
-from overlap.optim.phases import Event, Phase
-from overlap.optim.scaler import LossScale, Veto
+from overlap.optim.lifecycle import PassGradients, refusals_told
+from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase
+from overlap.optim.scaler import Verdict
 from overlap.optim.subset import StepGuard, SubsetStepper, check_optimizer, grads_replaced, step_whole
-from overlap.optim.update import LoopOptimizer, Update
+from overlap.optim.update import Update
 
-__all__ = ["OptimizerProxy", "OverlappedOptimizer"]
+__all__ = ["LoopOptimizer", "OptimizerProxy", "OverlappedOptimizer"]
+
+
+class LoopOptimizer(Optimizer, Joinable):
+    """Base of :class:`OverlappedOptimizer` and :class:`ZeroRedundancyOptimizer`. See [Note: the loop's step]."""
+
+    # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
+    _step_supports_amp_scaling = True
+
+    updates: list[Update[Any]]
+    """The registered stages that update with this optimizer, each for a model of its own."""
+    blocks: list[None]
+    """An entry for each block of :meth:`skip_update` that the loop is in. Never replaced, as ``updates``: Lightning's
+    wrapper of an optimizer has copies of its attributes."""
+
+    @property
+    @abstractmethod
+    def stepped(self) -> Optimizer:
+        """The optimizer whose kernels make the update."""
+
+    @property
+    @abstractmethod
+    def scheduled(self) -> Optimizer:
+        """The one that LR schedulers ask whether it was stepped."""
+
+    @property
+    @abstractmethod
+    def version(self) -> object:
+        """Another object whenever the optimizer has other parameters."""
+
+    # The parts of step().
+
+    def _check_call(self, scaler: Verdict, arguments: Mapping[str, Any]) -> None:
+        """May refuse the call before anything else."""
+
+    @abstractmethod
+    def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
+        """The parameters to update, and the gradient of each, or this rank's part of it."""
+
+    @abstractmethod
+    def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
+        """Clip the result of :meth:`_gradients` by the global norm."""
+
+    @abstractmethod
+    def _apply(
+        self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
+    ) -> None:
+        """Make one whole step with the result of :meth:`_gradients`."""
+
+    def _publish(self, parameters: Sequence[Tensor]) -> None:
+        """Bring the new parameters to all ranks."""
+
+    @abstractmethod
+    def _finish_backward(self, pending: list[Tensor]) -> None:
+        """End a step that was made in backward."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        """Update every parameter that has a gradient and was not updated in backward.
+
+        Args:
+            closure: evaluates the model and runs backward; its result is returned.
+            **arguments: of the wrapped optimizer's ``step``, where the update is left to this call.
+
+        Raises:
+            TrainingLoopError: a gradient has not been reduced, or was changed after an interleaved update had applied
+                it (clipping, ``GradScaler``); or the last backward raised.
+            UnsupportedError: a CUDA graph is being captured.
+        """
+        refuse_capture(f"{type(self).__name__}.step()", "call it outside of the capture")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in self.updates))
+        Join.notify_join_context(self)
+        with refusals_told(update.lifecycle for update in self.updates):
+            self._finish_step(arguments)
+        return loss
+
+    def _finish_step(self, arguments: dict[str, Any]) -> None:
+        updates, scaler = self.updates, Verdict.given_to(self)
+        self._check_call(scaler, arguments)
+        if scaler.found_inf is not None:
+            self._check_scaled()
+        for update in updates:
+            update.lifecycle.check_step()
+        pending = self._pending()
+        for update in updates if pending else ():
+            update.lifecycle.check_reduced(pending, allows_zeros=not update.is_sharded)
+        phases = [update.lifecycle.phase for update in updates]
+        is_over = phases.count(Phase.STEPPED) == len(phases)
+        for update in updates:
+            update.lifecycle.check_once(is_all=is_over and (update.is_sharded or not pending))
+        verdicts = [update.lifecycle.verdict for update in updates]
+        verdict = verdicts[0] if len(verdicts) == 1 else Verdict.of_any(verdicts)
+        is_made = verdict.found_inf is None or not verdict.skips(self.stepped)
+        try:
+            if is_made and Phase.APPLIED in phases:
+                self._finish_backward(pending)
+            elif is_made and self._is_due(phases, pending):
+                self._update(pending, scaler, verdict, arguments)
+        except BaseException:
+            for update in updates:
+                update.lifecycle.on_update_failure()
+            raise
+        mark_stepped(self.scheduled)
+        for update in updates:
+            update.lifecycle.on_step(pending)
+        if is_made and pending:
+            self._note_stepped(pending)
+
+    def _is_due(self, phases: Sequence[Phase], pending: list[Tensor]) -> bool:
+        """Whether there is something to apply, of models in these phases."""
+        return bool(pending) or phases.count(Phase.STEPPED) < max(1, len(phases))
+
+    def _pending(self) -> list[Tensor]:
+        """The parameters with a gradient that was not applied yet, in the groups' order."""
+        ids: set[int] = set()
+        for update in self.updates:
+            ids.update(update.lifecycle.gradients.applied)
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in ids]
+
+    def _note_stepped(self, pending: list[Tensor]) -> None:
+        """``pending`` have been applied."""
+
+    def _check_scaled(self) -> None:
+        lifecycles = [update.lifecycle for update in self.updates]
+        if any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
+            raise TrainingLoopError(SCALED_IN_BACKWARD.format(deferred=lifecycles[0].form.deferred))
+        if any(lifecycle.is_joining() for lifecycle in lifecycles):
+            raise TrainingLoopError(SCALED_UNDER_JOIN)
+        for update in self.updates:
+            update.check_unscaled()
+
+    def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
+        if scaler.skips(self.stepped):
+            return
+        # One for all: updates of one optimizer are made in one way.
+        clipping = next((update.clipping for update in self.updates), None)
+        with self._opened():
+            parameters, gradients = self._gradients(pending)
+            with torch.no_grad():
+                scaler.unscale_(gradients)
+                if clipping is not None:
+                    self._clip_(clipping, parameters, gradients)
+            self._apply(parameters, gradients, Verdict.of_any([verdict, scaler]), arguments)
+        self._publish(parameters)
+
+    def _opened(self) -> AbstractContextManager[None]:
+        """Within it ``.grad`` are ordinary tensors, also where this rank has only a part of the mean."""
+        return nullcontext()
+
+    # The rest of an optimizer.
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether the loop is in a block of :meth:`skip_update`."""
+        return bool(self.blocks)
+
+    @contextmanager
+    def skip_update(self) -> Iterator[None]:
+        """``with optimizer.skip_update():`` for backwards of a loss that is not this optimizer's.
+
+        A backward that begins inside leaves averaged gradients and makes no update, whatever the form:
+        :meth:`zero_grad` then discards it, another backward adds to it, :meth:`step` applies it, as with plain DDP.
+        For example, for a generator's loss, which goes through the discriminator::
+
+            with optimizer_d.skip_update():
+                criterion(discriminator(generator(noise)), real).backward()
+            optimizer_g.step()
+            optimizer_d.zero_grad()
+
+        Blocks may be nested. Enter them on every rank alike. A sharded update has to be deferred under ``Join``.
+        """
+        self.blocks.append(None)
+        try:
+            yield
+        finally:
+            self.blocks.pop()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any optimizer's; between backward and :meth:`step` it discards the backward.
+
+        A registered chain clears what it has applied by itself, so a loop need not call this.
+
+        Raises:
+            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
+        """
+        with refusals_told(update.lifecycle for update in self.updates):
+            for update in self.updates:
+                update.lifecycle.check(Event.ZERO_GRAD)
+            for update in self.updates:
+                update.lifecycle.on_zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)
 
 
 class OptimizerProxy(Optimizer):
@@ -60,10 +264,6 @@ class OptimizerProxy(Optimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
@@ -80,10 +280,9 @@ class OptimizerProxy(Optimizer):
 class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     """Wraps an optimizer whose update a :class:`Step` stage makes during backward.
 
-    It shares ``param_groups``, ``state`` and ``defaults`` with the wrapped optimizer, so LR schedulers can be given
-    either; ``state_dict`` and ``load_state_dict`` are the wrapped one's, unchanged, so checkpoints of either load into
-    the other. :meth:`step` makes sure that every parameter with a gradient has been updated once: what the stage has
-    updated in backward is left alone, the rest is updated now. Other attributes are the wrapped optimizer's.
+    It shares groups, state and all other attributes with the wrapped optimizer, so LR schedulers can be given either,
+    and checkpoints of either load into the other. :meth:`step` updates every parameter with a gradient that the stage
+    has not updated in backward.
 
     Step hooks (of either object) get the wrapped optimizer, and run once per :meth:`step`. With interleaved updates
     that is after the parameters have changed, so pre-hooks are refused there. ``GradScaler`` works with a deferred
@@ -125,7 +324,15 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         self.outside = PassGradients(owns=lambda parameter: True)
         """Gradients that :meth:`step` has applied of parameters which are in no registered model."""
 
-    def _check_call(self, loss_scale: LossScale, arguments: Mapping[str, Any]) -> None:
+    def _check_call(self, scaler: Verdict, arguments: Mapping[str, Any]) -> None:
+        for update in self.updates:
+            if update.lifecycle.phase is Phase.APPLIED:
+                check_nothing_before(self.optimizer)
+                if arguments:
+                    raise TrainingLoopError(
+                        f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
+                        "Step(optimizer, deferred=True)"
+                    )
         if self.was_registered:
             return
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -141,35 +348,33 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
             pending = [parameter for parameter in pending if id(parameter) not in as_left]
         return pending
 
-    def _check_applied(self, arguments: Mapping[str, Any]) -> None:
-        check_nothing_before(self.optimizer)
-        if arguments:
-            raise TrainingLoopError(
-                f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
-                "Step(optimizer, deferred=True)"
-            )
-
-    def _update(self, pending: list[Tensor], loss_scale: LossScale, veto: Veto, arguments: dict[str, Any]) -> None:
-        if loss_scale.is_supported_by(self.optimizer) and not any(update.clipping for update in self.updates):
-            with loss_scale.passed_to(self.optimizer):  # A scaler's verdict is of the same gradients as a stage's.
-                self._apply(pending, [], Veto(), arguments)
+    def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
+        if scaler.is_supported_by(self.optimizer) and not any(update.clipping for update in self.updates):
+            # A scaler's verdict is of the same gradients as a stage's.
+            self._apply(*self._gradients(pending), scaler, arguments)
         else:
-            super()._update(pending, loss_scale, veto, arguments)
+            super()._update(pending, scaler, verdict, arguments)
 
     def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
         return pending, [parameter.grad for parameter in pending if parameter.grad is not None]
 
     def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
+        gradient_of = dict(zip(parameters, gradients, strict=True))
         ordered = in_model_order(parameters, *(update.lifecycle.names for update in self.updates))
-        return clipping.clip_([parameter.grad for parameter in ordered if parameter.grad is not None])
+        return clipping.clip_([gradient_of[parameter] for parameter in ordered])
 
     def _apply(
-        self, parameters: Sequence[Tensor], gradients: list[Tensor], veto: Veto, arguments: dict[str, Any]
+        self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
     ) -> None:
         # One whole step, which any optimizer can do; what has been applied is hidden from it.
-        kept = set(map(id, parameters))
-        hidden = [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in kept]
-        with veto.passed_to(self.optimizer), grads_replaced(hidden, [None] * len(hidden)):
+        wanted = dict(zip(map(id, parameters), gradients, strict=True))
+        others = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not wanted.get(id(parameter))
+        ]
+        with verdict.passed_to(self.optimizer), grads_replaced(others, [wanted.get(id(one)) for one in others]):
             step_whole(self.optimizer, **arguments)
 
     @torch.no_grad()
@@ -247,9 +452,9 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     def check_same_way(self, update: Update[Any]) -> None:
         """Raises: ConfigurationError: another stage updates with this optimizer in another way."""
         for other in self.updates:
-            if (other.is_deferred, other.clipping) != (update.is_deferred, update.clipping):
+            if (other.form.is_deferred, other.clipping) != (update.form.is_deferred, update.clipping):
                 raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
-            if (other.may_skip or update.may_skip) and not update.updates_in_step:
+            if (other.may_skip or update.may_skip) and update.form.outcome is not Phase.REDUCED:
                 raise UnsupportedError(
                     f"one optimizer serves two models, and where gradients of one are not finite {update!r} may have "
                     "updated the other already: use Step(optimizer, deferred=True) for both"
@@ -268,7 +473,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
 
     def begin_backward(self, update: Update[Any]) -> None:
         """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
-        if not update.is_deferred:
+        if not update.form.is_deferred:
             check_nothing_before(self.optimizer)
         for other in self.updates:
             if other is not update and other.lifecycle.phase in (Phase.BACKWARD, Phase.APPLIED):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = [
     "ADDED_TO_APPLIED",
@@ -55,8 +56,6 @@ class Event(enum.Enum):
     """The first bucket of a backward that synchronizes gradients has arrived."""
     REPLAY = "replay"
     """The same on a rank without inputs, under ``Join``."""
-    REDUCED = "all buckets through"
-    """Backward is over and DDP has set ``.grad``; the phase that follows is the form's own."""
     STEP = "step()"
     ZERO_GRAD = "zero_grad()"
     LOAD = "load_state_dict()"
@@ -228,16 +227,17 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
     },
     Event.REMOVE: dict.fromkeys(Phase, Phase.IDLE),
 }
-"""The phase that follows each event, by the phase before it. After :attr:`Event.REDUCED`, see :class:`Form`."""
+"""The phase that follows each event, by the phase before it. After a backward it is :attr:`Form.outcome`."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How one update is made, and the names of its remedies in messages."""
+    """When and how one update is made, and the names of its remedies in messages.
 
-    outcome: Phase
-    """The phase after backward: ``REDUCED`` if ``step()`` updates, ``APPLIED`` if backward did and the loop calls
-    ``step()``, ``STEPPED`` if backward did and it does not."""
+    *Interleaved*: each bucket is updated as soon as it is reduced, in backward. *Deferred*: all are updated at once, by
+    the loop's ``step()``, or if *automatic*, with the last bucket. A loop calls no ``step()`` of automatic updates.
+    """
+
     step: str
     """The loop's call of ``step()``."""
     deferred: str
@@ -250,3 +250,13 @@ class Form:
     """How to run a backward without an update."""
     adds_up: bool = True
     """Whether a second backward before ``step()`` adds up as in plain DDP, since all of ``.grad`` is the mean."""
+    is_deferred: bool = False
+    is_automatic: bool = False
+
+    @cached_property
+    def outcome(self) -> Phase:
+        """The phase after backward: ``REDUCED`` if ``step()`` updates, ``APPLIED`` if backward did and the loop calls
+        ``step()``, ``STEPPED`` if backward did and it does not."""
+        if self.is_automatic:
+            return Phase.STEPPED
+        return Phase.REDUCED if self.is_deferred else Phase.APPLIED

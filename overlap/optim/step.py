@@ -15,14 +15,13 @@ from overlap._torch import classes
 from overlap._torch.optimizer import pre_hooks, runs_step_hooks, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
-from overlap.hooks.transforms.clip import in_model_order
 from overlap.join.participation import active_join
-from overlap.optim.applied import and_others
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.functional import FunctionalOptimizer
+from overlap.optim.lifecycle import and_others
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import Form, Phase
-from overlap.optim.subset import StepGuard, grads_replaced, raise_versions, step_whole
+from overlap.optim.subset import StepGuard, raise_versions
 from overlap.optim.update import BucketLayout, Update
 
 __all__ = ["Step"]
@@ -113,15 +112,14 @@ class Step(Update[StepLayout]):
         super().__init__(
             plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain),
             Form(
-                Phase.APPLIED,
                 "optimizer.step()",
                 deferred_form,
                 edits=deferred_form,
                 clip="Step(optimizer, clip_grad_norm=max_norm)",
                 skip="stage.skip_update()" if automatic else "optimizer.skip_update()",
+                is_automatic=automatic,
             ),
             deferred=deferred,
-            automatic=automatic,
             clip_grad_norm=clip_grad_norm,
             norm_type=norm_type,
             release_gradients=release_gradients,
@@ -138,7 +136,7 @@ class Step(Update[StepLayout]):
             raise ConfigurationError("params is empty: nothing would be updated; leave it out to update all")
         if not all(map(self.optimizer.stepper.covers, given)):
             raise ConfigurationError(f"params has parameters that the {self.optimizer_name} does not have")
-        if self.is_deferred:
+        if self.form.is_deferred:
             raise ConfigurationError("params chooses what is updated in backward, but deferred updates come after it")
         return {id(parameter): parameter for parameter in given}
 
@@ -146,7 +144,7 @@ class Step(Update[StepLayout]):
 
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         return self.optimizer.stepper.covers(parameter) and (
-            not self.is_automatic or self._only is None or id(parameter) in self._only
+            not self.form.is_automatic or self._only is None or id(parameter) in self._only
         )
 
     def make_layout(self, bucket: Bucket) -> StepLayout:
@@ -172,31 +170,27 @@ class Step(Update[StepLayout]):
         return parameters, gradients
 
     def apply(self, layout: StepLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
-        veto = self.lifecycle.veto
-        if veto.found_inf is None:
+        verdict = self.lifecycle.verdict
+        if verdict.found_inf is None:
             self.optimizer.stepper.step(parameters, gradients)
-        elif not veto.stops:
-            with veto.passed_to(self.stepped):
+        elif not verdict.skips(self.stepped):
+            with verdict.passed_to(self.stepped):
                 self.optimizer.stepper.step(parameters, gradients)
         self.lifecycle.gradients.note_applied(parameters)
 
     async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
         assert self.clipping is not None, "asked for"
-        every = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        ordered = in_model_order((one for one in every if one in held), self.lifecycle.names)
-        self.clipping.clip_([held[parameter] for parameter in ordered])
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p in held]
+        self.optimizer._clip_(self.clipping, parameters, [held[parameter] for parameter in parameters])
 
     @torch.no_grad()
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
-        groups = self.optimizer.param_groups
-        every = [parameter for group in groups for parameter in group["params"]]
-        with grads_replaced(every, [held.get(one) for one in every]), self.lifecycle.veto.passed_to(self.stepped):
-            step_whole(self.stepped)
-        raise_versions(list(held), groups)
+        self.optimizer._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
+        raise_versions(list(held), self.optimizer.param_groups)
 
     def check_backward(self, *, is_replay: bool) -> None:
         assert self.context is not None, "backward runs while the stage is attached"
-        is_asked = is_replay and self.finds_unused and self.updates_in_step
+        is_asked = is_replay and self.finds_unused and self.form.outcome is Phase.REDUCED
         if is_asked and active_join(self.context.group) is None:
             raise UnsupportedError(
                 "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
@@ -213,7 +207,7 @@ class Step(Update[StepLayout]):
 
     def conclude(self) -> None:
         """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
-        if not self.is_automatic or self.lifecycle.is_replay or self._only is not None:
+        if not self.form.is_automatic or self.lifecycle.is_replay or self._only is not None:
             return
         if left := self.optimizer.outside_of_models():
             raise TrainingLoopError(
@@ -255,10 +249,10 @@ class Step(Update[StepLayout]):
             self._check_coverage(context.names)
         optimizer.check_same_way(self)
         _check_one_model(self.stepped, context)
-        if not self.updates_in_step:
+        if self.form.outcome is not Phase.REDUCED:
             # An update in backward need not equal one whole step. See [Note: known or declared].
             check_unit(self.stepped, instead=_WHOLE)
-            if not self.is_deferred:
+            if not self.form.is_deferred:
                 check_nothing_before(self.stepped)
                 check_one_eps(self.stepped, instead=_WHOLE)
         super().attach(context)
@@ -268,7 +262,7 @@ class Step(Update[StepLayout]):
         optimizer.updates.append(self)
         optimizer.was_registered = True
         if self._functional is None and runs_step_hooks(self.stepped):  # Some wrappers do not.
-            guard = StepGuard(self, self._instead_of_step(), through=None if self.is_automatic else optimizer)
+            guard = StepGuard(self, self._instead_of_step(), through=None if self.form.is_automatic else optimizer)
             self._guard = self.stepped.register_step_pre_hook(guard)
 
     def _check_coverage(self, names: Mapping[Tensor, str]) -> None:
@@ -280,7 +274,7 @@ class Step(Update[StepLayout]):
                 f"the {self.optimizer_name} has no parameter of this model; build it from ddp.parameters()"
             )
         outside = [parameter for parameter in every if parameter not in names and parameter.requires_grad]
-        if outside and self.is_automatic and self._only is None:
+        if outside and self.form.is_automatic and self._only is None:
             raise ConfigurationError(
                 f"{len(outside)} parameters of the {self.optimizer_name} are not in this model, so backward would "
                 "never update them; give OverlappedOptimizer(optimizer) to Step and call its step()"
@@ -288,7 +282,7 @@ class Step(Update[StepLayout]):
 
     def _instead_of_step(self) -> str:
         """How the optimizer is stepped, and what to call in place of its own ``step()``."""
-        if not self.is_automatic:
+        if not self.form.is_automatic:
             return (
                 "by the OverlappedOptimizer that wraps it, and its own step() would apply the gradients again: call "
                 "step() of the OverlappedOptimizer"
@@ -307,7 +301,7 @@ class Step(Update[StepLayout]):
             self._guard.remove()
 
     def __repr__(self) -> str:
-        parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
+        parts = [self.optimizer_name, "deferred" if self.form.is_deferred else "interleaved"]
         if self._only is not None:
             parts.append(f"{len(self._only)} parameters")
         if self.clipping is not None:

@@ -8,21 +8,18 @@ state that it finds there. So a part is stepped by a *twin*: an object of the op
 attributes, ``state`` included, but whose groups list the part's parameters alone. LR schedulers, several groups and
 third-party optimizers just work, and ``foreach`` and ``fused`` kernels run once per part and group.
 
-Many optimizers count their steps in ``group["step"]`` or in an attribute. One step of the training loop is many calls
-of a twin's ``step``, so values written there stay with the twin until the step ends: each part begins with the groups
-and attributes as they were when the step began. Parts must agree on the values, which are written back once. A value on
-which parts disagree depends on which parameters are stepped together, as Prodigy's estimate does: that is an error.
-A group of which no part was stepped counts, too, since one whole ``step()`` goes over every group.
+Many optimizers count their steps in ``group["step"]`` or in an attribute, and one step of the training loop is many
+calls of a twin's ``step``. So each part begins with the groups and attributes as they were when the step began. Parts
+must agree on the values that they write there, which are written back once; a value on which they disagree, such as
+Prodigy's estimate, is an error. A group of which no part was stepped counts, too.
 
 [Note: optimizers on the default stream]
 
 An update in backward is made on the side stream on which its bucket was reduced. The kernels of ``torch.optim`` run on
-the current stream, and a declaration promises the same. Others may not: those of bitsandbytes run on the default
-stream, whatever the current one is, and would read gradients that are not reduced yet. So these, and every optimizer
-that is neither known nor declared, are stepped with the default stream as the current one: it first waits for the
-stream that was current, which then waits for it. All of ``step()`` runs there, since one ``step()`` may use both.
-That is correct for every optimizer, but less overlaps: backward waits for the bucket's reduction and update where the
-model computes on the default stream. In ``step()`` the two streams are usually one, and nothing waits.
+the current stream, and a declaration promises the same. Those of bitsandbytes run on the default stream, whatever the
+current one is, and would read gradients that are not reduced yet. So these, and every optimizer that is neither known
+nor declared, are stepped with the default stream as the current one: it first waits for the stream that was current,
+which then waits for it. That is correct for every optimizer, but less overlaps.
 """
 
 from __future__ import annotations
@@ -51,6 +48,7 @@ from overlap._torch.optimizer import (
     unhooked_step,
 )
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.hooks.stage import is_same_state
 from overlap.optim.declared import runs_on_current_stream
 
 __all__ = [
@@ -137,12 +135,7 @@ class SubsetStepper:
         """One update of ``parameters``, all of them the optimizer's, with ``gradients`` of their shapes and dtypes.
 
         Changes the parameters and ``optimizer.state`` in place; ``.grad`` is as before, and so are groups and
-        attributes until :meth:`finish`.
-
-        Args:
-            parameters: those to step.
-            gradients: theirs.
-            **arguments: of the optimizer's ``step``.
+        attributes until :meth:`finish`. ``arguments`` are of the optimizer's ``step``.
 
         Raises:
             UnsupportedError: a part has written another value to a group or an attribute than one before it.
@@ -155,10 +148,7 @@ class SubsetStepper:
                 self._step(split, parameters, gradients, arguments)
 
     def finish(self, **arguments: Any) -> dict[int, dict[str, Any]]:
-        """The step ends: write back what its parts have written, once.
-
-        Returns:
-            What was written to groups, by the place of each.
+        """The step ends: write back, once, the values that its parts have written. Returns those of groups, by place.
 
         Raises:
             UnsupportedError: as :meth:`step`.
@@ -214,12 +204,12 @@ class SubsetStepper:
             writes, skipped = {}, _SHARED if place is None else _MEMBERS
             for key, value in ended.items():
                 before = began.get(key, _MISSING)
-                if value is not before and key not in skipped and not _same(before, value):
+                if value is not before and key not in skipped and not is_same_state(before, value):
                     writes[key] = value
             first = self._written.setdefault(place, writes)
             for key in () if first is writes else {**first, **writes}:
                 one, other = first.get(key, began.get(key)), writes.get(key, began.get(key))
-                if not _same(one, other):
+                if not is_same_state(one, other):
                     raise UnsupportedError(
                         f"{key!r} of this {type(optimizer).__name__} is {told(one)} after a step with some parameters "
                         f"and {told(other)} after one with others, so updating in parts does not equal one step, and "
@@ -250,23 +240,6 @@ def _entries(group: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, An
         return {"params": parameters}
     names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
     return {"params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    try:
-        return bool(one == other) or bool(one != one and other != other)
-    except Exception:  # Not comparable.
-        return False
 
 
 def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -326,10 +299,8 @@ def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 class StepGuard:
     """A pre-hook of an optimizer that raises if anyone but the library steps it, for as long as the model lives.
 
-    Args:
-        stage: the update stage.
-        instead: how the optimizer is stepped, and the call to make in place of ``step()``.
-        through: the wrapper by whose ``step`` it may be stepped all the same; it shares the hook.
+    ``instead`` says how it is stepped, and the call to make in place of ``step()``; ``through`` is the wrapper by whose
+    ``step`` it may be stepped all the same, which shares the hook.
     """
 
     def __init__(self, stage: Any, instead: str, *, through: Optimizer | None) -> None:
@@ -373,7 +344,6 @@ class StepGuard:
 def _changes_nothing(optimizer: Optimizer) -> bool:
     """Whether this is the step by which ``torch.distributed.checkpoint`` makes the state: zero rates and gradients."""
     groups = optimizer.param_groups
-    parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
-    return all("lr" in group and not bool(group["lr"]) for group in groups) and not any(
-        parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters
-    )
+    gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
+    is_still = all("lr" in group and not bool(group["lr"]) for group in groups)
+    return is_still and not any(bool(gradient.any()) for gradient in gradients)

@@ -1,4 +1,4 @@
-"""The update of parameters by the stages of a chain: in backward, at once after it, or in ``step()``.
+"""The update of parameters by a stage of a chain, in backward; what it leaves to ``step()`` is in ``optimizer.py``.
 
 [Note: an update]
 
@@ -10,10 +10,7 @@ algorithm, and differ in its primitives alone. A bucket goes through :meth:`Upda
 - the gradients are *left* to ``step()``, *held* until the last bucket (deferred), or *applied* now (interleaved);
 - *publish*: a sharded update gathers the new parameters.
 
-:meth:`LoopOptimizer.step` makes the update that stages have left, and ends the step that they made in backward:
-*check* that the phases of all models allow it, find the *pending* gradients (those that were not applied yet),
-*unscale* and *clip* them, *apply* them unless a scaler or a stage has found one that is not finite, and *publish* the
-new parameters. ZeRO without a stage is the same step, of gradients that the loop has averaged.
+The loop's :meth:`LoopOptimizer.step` makes the updates that stages have left, and ends those made in backward.
 """
 
 from __future__ import annotations
@@ -21,18 +18,18 @@ from __future__ import annotations
 import hashlib
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, refuse_capture, told
+from overlap._checks import check_flag, told
 from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
@@ -40,16 +37,16 @@ from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_p
 from overlap.hooks.stage import UpdateStage
 from overlap.hooks.transforms.clip import Clipping, check_norm_type
 from overlap.hooks.transforms.transform import Transform
-from overlap.join import Join, Joinable
-from overlap.join.context import refuse_before_model
 from overlap.join.participation import active_join
-from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
-from overlap.optim.packed_state import fingerprint
-from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Form, Phase
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.phases import Form, Phase
 from overlap.optim.release import GradientRelease, check_releasable
-from overlap.optim.scaler import LossScale, Veto, skips_by_itself
+from overlap.optim.scaler import Verdict, skips_by_itself
 
-__all__ = ["BucketLayout", "LoopOptimizer", "Update", "check_unscaled", "without_adding_up"]
+if TYPE_CHECKING:
+    from overlap.optim.optimizer import LoopOptimizer
+
+__all__ = ["BucketLayout", "Update", "check_unscaled", "without_adding_up"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,15 +62,16 @@ class BucketLayout:
 
 L = TypeVar("L", bound=BucketLayout)
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
 
 class Update(UpdateStage, Generic[L]):
     """Updates a model's parameters, in backward or in ``step()``. See [Note: an update], [Note: the update lifecycle].
 
     Args:
         optimizer: the one that the loop holds.
-        form: its outcome follows from the other arguments.
+        form: of an interleaved update; it is deferred where the other arguments ask for that.
         deferred: update all parameters at once; ``None`` does so only where clipping needs it.
-        automatic: backward does everything, and the loop calls no ``step()``.
         clip_grad_norm: the largest global norm of the gradients.
         norm_type: which norm.
         release_gradients: see [Note: gradient release].
@@ -88,7 +86,6 @@ class Update(UpdateStage, Generic[L]):
         form: Form,
         *,
         deferred: bool | None,
-        automatic: bool,
         clip_grad_norm: float | None,
         norm_type: float,
         release_gradients: bool,
@@ -103,8 +100,8 @@ class Update(UpdateStage, Generic[L]):
                 f"clip_grad_norm={clip_grad_norm} needs the norm of all gradients before the first update, which "
                 "deferred=False rules out; leave deferred out"
             )
-        self.is_deferred = bool(deferred) or self.clipping is not None
-        if release_gradients and self.is_deferred:
+        self.form = replace(form, is_deferred=bool(deferred) or self.clipping is not None)
+        if release_gradients and self.form.is_deferred:
             asked = "deferred=True" if clip_grad_norm is None else f"clip_grad_norm={clip_grad_norm}"
             raise ConfigurationError(
                 f"release_gradients=True gives a gradient back as soon as its bucket is updated, but {asked} needs all "
@@ -114,19 +111,15 @@ class Update(UpdateStage, Generic[L]):
         self.releases_gradients = release_gradients
         self.release: GradientRelease | None = None
         """Where this is registered; one for all updates of a model."""
-        self.is_automatic = automatic
-        self._may_defer = deferred is not False and not (automatic or release_gradients)
+        self._may_defer = deferred is not False and not (form.is_automatic or release_gradients)
         self.may_skip = False
         """Whether a stage before it may have an update left out."""
         self.context: StageContext | None = None
         self.finds_unused: bool | None = None
         """Whether DDP looks for unused parameters; ``None`` where that is not known."""
-        self._transforms: Sequence[Stage] = ()
-        self._adds_up = form.adds_up
-        outcome = Phase.STEPPED if automatic else Phase.REDUCED if self.is_deferred else Phase.APPLIED
-        self._form = replace(form, outcome=outcome)
+        self._before: Sequence[Stage] = ()
         self.lifecycle = UpdateLifecycle(
-            self._form, clears=self.owns_gradient_of, groups=lambda: self.optimizer.param_groups
+            self.form, clears=self.owns_gradient_of, groups=lambda: self.optimizer.param_groups
         )
         # By the bucket's index, while the optimizer has this version.
         self._layouts: dict[int, L] = {}
@@ -211,7 +204,7 @@ class Update(UpdateStage, Generic[L]):
         if used is not None:
             lifecycle.gradients.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
         parameters, gradients = self.gradients(bucket, layout, used)
-        if self.is_deferred:
+        if self.form.is_deferred:
             await self._update_together(bucket, parameters, gradients)
         else:
             self.apply(layout, parameters, gradients)
@@ -230,7 +223,7 @@ class Update(UpdateStage, Generic[L]):
         await whole_pass()
         if bucket.is_last:
             held, self.held = self.held, {}
-            if not self.lifecycle.veto.stops:
+            if not self.lifecycle.verdict.skips(self.stepped):
                 if self.clipping is not None:
                     await self.clip_held(held, bucket)
                 self.apply_held(held)
@@ -298,7 +291,7 @@ class Update(UpdateStage, Generic[L]):
     def after_backward(self, *, failed: bool) -> str | None:
         lifecycle = self.lifecycle
         if failed:
-            note = None if self.is_deferred or lifecycle.phase is not Phase.BACKWARD else self.describe_failure()
+            note = None if self.form.is_deferred or lifecycle.phase is not Phase.BACKWARD else self.describe_failure()
             lifecycle.on_failure()
             return note
         outcome = lifecycle.outcome
@@ -306,7 +299,7 @@ class Update(UpdateStage, Generic[L]):
             outcome = Phase.STEPPED
         try:
             self.conclude()
-            if outcome is Phase.STEPPED and not (self.is_deferred or lifecycle.veto.stops):
+            if outcome is Phase.STEPPED and not (self.form.is_deferred or lifecycle.verdict.skips(self.stepped)):
                 self.end_step()
         except BaseException:
             lifecycle.on_failure()
@@ -334,13 +327,8 @@ class Update(UpdateStage, Generic[L]):
         return self.lifecycle.outcome is Phase.REDUCED
 
     @property
-    def updates_in_step(self) -> bool:
-        """Whether the update is left to the loop's ``step()``."""
-        return self.is_deferred and not self.is_automatic
-
-    @property
     def updates_after_backward(self) -> bool:
-        return self.updates_in_step
+        return self.form.outcome is Phase.REDUCED
 
     def skip_update(self) -> AbstractContextManager[None]:
         """As :meth:`LoopOptimizer.skip_update`, for a stage that does everything in backward: the gradients stay, and
@@ -351,13 +339,11 @@ class Update(UpdateStage, Generic[L]):
         """Before this is registered: defer the update after all, unless ``deferred=False``, ``automatic`` or
         ``release_gradients`` rule that out."""
         if self._may_defer:
-            self.is_deferred = True
-            self._form = replace(self._form, outcome=Phase.REDUCED)
-            self.lifecycle.form = self._form
+            self.form = self.lifecycle.form = replace(self.form, is_deferred=True)
 
     def check_unscaled(self) -> None:
         """Raises: TrainingLoopError: ``GradScaler`` is used, and a transform has seen scaled gradients."""
-        check_unscaled(self._transforms, f"{type(self).__name__}(..., clip_grad_norm=...) clips what is unscaled")
+        check_unscaled(self._before, f"{type(self).__name__}(..., clip_grad_norm=...) clips what is unscaled")
 
     def check_skippable(self, context: StageContext) -> None:
         if has_streams(context.device) and not skips_by_itself(self.stepped):
@@ -369,14 +355,14 @@ class Update(UpdateStage, Generic[L]):
         self.may_skip = True
 
     def skip_if(self, found_inf: Tensor) -> None:
-        self.lifecycle.veto.found_inf = found_inf
+        self.lifecycle.verdict = Verdict(found_inf)
 
     # Registration.
 
     @property
     def as_code(self) -> str:
         options = {
-            "deferred": self.is_deferred and self.clipping is None,
+            "deferred": self.form.is_deferred and self.clipping is None,
             "clip_grad_norm": self.clipping and self.clipping.max_norm,
             "norm_type": self.clipping and self.clipping.norm_type != 2 and self.clipping.norm_type,
             "release_gradients": self.releases_gradients,
@@ -390,7 +376,7 @@ class Update(UpdateStage, Generic[L]):
         settings, names = {}, self.lifecycle.names
         for place, group in enumerate(self.optimizer.param_groups):
             members = [names[parameter] for parameter in group["params"] if parameter in names]
-            values = {key: fingerprint(value) for key, value in group.items() if key not in ("params", "param_names")}
+            values = {key: _as_text(value) for key, value in group.items() if key not in ("params", "param_names")}
             digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
             values["the list of parameters"] = f"{', '.join(members[:3])}, ... ({len(members)}, digest {digest})"
             of_group = f"of group {place} of {self.optimizer_name}"
@@ -399,9 +385,7 @@ class Update(UpdateStage, Generic[L]):
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.
-        self._transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
-        self._form = without_adding_up(replace(self._form, adds_up=self._adds_up), before)
-        self.lifecycle.form = self._form
+        self._before = before
 
     def attach(self, context: StageContext) -> None:
         if self.context is not None:
@@ -409,7 +393,7 @@ class Update(UpdateStage, Generic[L]):
                 f"{self!r} serves a model already; make a {type(self).__name__} for each model, or .remove() that "
                 "registration first"
             )
-        if context.finds_unused and not self.updates_in_step and has_streams(context.device):
+        if context.finds_unused and self.form.outcome is not Phase.REDUCED and has_streams(context.device):
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn which "
                 f"parameters no rank used; use {self.lifecycle.form.deferred}"
@@ -426,9 +410,9 @@ class Update(UpdateStage, Generic[L]):
         self.lifecycle.note_unfinished = context.note_unfinished
 
     def check_together(self, stages: Sequence[Stage]) -> None:
-        form, updates = self._form, [stage for stage in stages if isinstance(stage, Update)]
-        is_alone = len(updates) == 1
-        self.lifecycle.form = form if is_alone else replace(form, step=f"{form.step} of {self.optimizer_name}")
+        form, updates = self.form, [stage for stage in stages if isinstance(stage, Update)]
+        step = form.step if len(updates) == 1 else f"{form.step} of {self.optimizer_name}"
+        self.lifecycle.form = without_adding_up(replace(form, step=step), self._before)
         if self.releases_gradients:
             assert self.context is not None, "stages are attached before they are checked together"
             releasing = [update for update in updates if update.releases_gradients]
@@ -448,203 +432,11 @@ class Update(UpdateStage, Generic[L]):
         self.context = None
 
 
-class LoopOptimizer(Optimizer, Joinable):
-    """Base of :class:`OverlappedOptimizer` and :class:`ZeroRedundancyOptimizer`. See [Note: an update]."""
-
-    # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
-    _step_supports_amp_scaling = True
-
-    updates: list[Update[Any]]
-    """The registered stages that update with this optimizer, each for a model of its own."""
-    blocks: list[None]
-    """An entry for each block of :meth:`skip_update` that the loop is in. Never replaced, as ``updates``: Lightning's
-    wrapper of an optimizer has copies of its attributes."""
-
-    @property
-    @abstractmethod
-    def stepped(self) -> Optimizer:
-        """The optimizer whose kernels make the update."""
-
-    @property
-    @abstractmethod
-    def scheduled(self) -> Optimizer:
-        """The one that LR schedulers ask whether it was stepped."""
-
-    @property
-    @abstractmethod
-    def version(self) -> object:
-        """Another object whenever the optimizer has other parameters."""
-
-    # The parts of step().
-
-    def _check_call(self, loss_scale: LossScale, arguments: Mapping[str, Any]) -> None:
-        """May refuse the call before anything else."""
-
-    @abstractmethod
-    def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """The parameters to update, and the gradient of each, or this rank's part of it."""
-
-    @abstractmethod
-    def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
-        """Clip the result of :meth:`_gradients` by the global norm."""
-
-    @abstractmethod
-    def _apply(
-        self, parameters: Sequence[Tensor], gradients: list[Tensor], veto: Veto, arguments: dict[str, Any]
-    ) -> None:
-        """Make one whole step with the result of :meth:`_gradients`."""
-
-    def _publish(self, parameters: Sequence[Tensor]) -> None:
-        """Bring the new parameters to all ranks."""
-
-    @abstractmethod
-    def _finish_backward(self, pending: list[Tensor]) -> None:
-        """End a step that was made in backward."""
-
-    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Update every parameter that has a gradient and was not updated in backward.
-
-        Args:
-            closure: evaluates the model and runs backward; its result is returned.
-            **arguments: of the wrapped optimizer's ``step``, where the update is left to this call.
-
-        Raises:
-            TrainingLoopError: a gradient has not been reduced, or was changed after an interleaved update had applied
-                it (clipping, ``GradScaler``); or the last backward raised.
-            UnsupportedError: a CUDA graph is being captured.
-        """
-        refuse_capture(f"{type(self).__name__}.step()", "call it outside of the capture")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in self.updates))
-        Join.notify_join_context(self)
-        with refusals_told(update.lifecycle for update in self.updates):
-            self._finish_step(arguments)
-        return loss
-
-    def _finish_step(self, arguments: dict[str, Any]) -> None:
-        updates, loss_scale = self.updates, LossScale.given_to(self)
-        self._check_call(loss_scale, arguments)
-        if loss_scale.found_inf is not None:
-            self._check_scaled()
-        for update in updates:
-            update.lifecycle.check_step()
-        pending = self._pending()
-        for update in updates if pending else ():
-            update.lifecycle.check_reduced(pending, allows_zeros=not update.is_sharded)
-        phases = [update.lifecycle.phase for update in updates]
-        is_over = phases.count(Phase.STEPPED) == len(phases)
-        for update in updates:
-            update.lifecycle.check_once(is_all=is_over and (update.is_sharded or not pending))
-        if Phase.APPLIED in phases:
-            self._check_applied(arguments)
-        vetoes = [update.lifecycle.veto for update in updates]
-        veto = vetoes[0] if len(vetoes) == 1 else Veto.of_any([each.found_inf for each in vetoes])
-        is_made = veto.found_inf is None or not veto.stops
-        try:
-            if is_made and Phase.APPLIED in phases:
-                self._finish_backward(pending)
-            elif is_made and self._is_due(phases, pending):
-                self._update(pending, loss_scale, veto, arguments)
-        except BaseException:
-            for update in updates:
-                update.lifecycle.on_update_failure()
-            raise
-        mark_stepped(self.scheduled)
-        for update in updates:
-            update.lifecycle.on_step(pending)
-        if is_made and pending:
-            self._note_stepped(pending)
-
-    def _is_due(self, phases: Sequence[Phase], pending: list[Tensor]) -> bool:
-        """Whether there is something to apply, of models in these phases."""
-        return bool(pending) or phases.count(Phase.STEPPED) < max(1, len(phases))
-
-    def _pending(self) -> list[Tensor]:
-        """The parameters with a gradient that was not applied yet, in the groups' order."""
-        ids: set[int] = set()
-        for update in self.updates:
-            ids.update(update.lifecycle.gradients.applied)
-        return [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in ids]
-
-    def _check_applied(self, arguments: Mapping[str, Any]) -> None:
-        """The update was made in backward; may raise."""
-
-    def _note_stepped(self, pending: list[Tensor]) -> None:
-        """``pending`` have been applied."""
-
-    def _check_scaled(self) -> None:
-        lifecycles = [update.lifecycle for update in self.updates]
-        if any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
-            raise TrainingLoopError(SCALED_IN_BACKWARD.format(deferred=lifecycles[0].form.deferred))
-        if any(lifecycle.is_joining() for lifecycle in lifecycles):
-            raise TrainingLoopError(SCALED_UNDER_JOIN)
-        for update in self.updates:
-            update.check_unscaled()
-
-    def _update(self, pending: list[Tensor], loss_scale: LossScale, veto: Veto, arguments: dict[str, Any]) -> None:
-        if loss_scale.skips_step(self.stepped):
-            return
-        # One for all: updates of one optimizer are made in one way.
-        clipping = next((update.clipping for update in self.updates), None)
-        with self._opened():
-            parameters, gradients = self._gradients(pending)
-            with torch.no_grad():
-                loss_scale.unscale_(gradients)
-                if clipping is not None:
-                    self._clip_(clipping, parameters, gradients)
-            verdict = loss_scale.verdict_for(self.stepped)
-            self._apply(parameters, gradients, Veto.of_any([veto.found_inf, verdict]), arguments)
-        self._publish(parameters)
-
-    def _opened(self) -> AbstractContextManager[None]:
-        """Within it ``.grad`` are ordinary tensors, also where this rank has only a part of the mean."""
-        return nullcontext()
-
-    # The rest of an optimizer.
-
-    @property
-    def is_skipping(self) -> bool:
-        """Whether the loop is in a block of :meth:`skip_update`."""
-        return bool(self.blocks)
-
-    @contextmanager
-    def skip_update(self) -> Iterator[None]:
-        """``with optimizer.skip_update():`` for backwards of a loss that is not this optimizer's.
-
-        A backward that begins inside leaves averaged gradients and makes no update, whatever the form:
-        :meth:`zero_grad` then discards it, another backward adds to it, :meth:`step` applies it, as with plain DDP.
-        For example, for a generator's loss, which goes through the discriminator::
-
-            with optimizer_d.skip_update():
-                criterion(discriminator(generator(noise)), real).backward()
-            optimizer_g.step()
-            optimizer_d.zero_grad()
-
-        Blocks may be nested. Enter them on every rank alike. A sharded update has to be deferred under ``Join``.
-        """
-        self.blocks.append(None)
-        try:
-            yield
-        finally:
-            self.blocks.pop()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any optimizer's; between backward and :meth:`step` it discards the backward.
-
-        A registered chain clears what it has applied by itself, so a loop need not call this.
-
-        Raises:
-            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
-        """
-        with refusals_told(update.lifecycle for update in self.updates):
-            for update in self.updates:
-                update.lifecycle.check(Event.ZERO_GRAD)
-            for update in self.updates:
-                update.lifecycle.on_zero_grad(set_to_none=set_to_none)
-        super().zero_grad(set_to_none)
+def _as_text(value: Any) -> str:
+    """A hyperparameter as text, the same on every rank; of an object that is no plain value its class."""
+    value = value.tolist() if isinstance(value, Tensor) else value
+    is_plain = all(isinstance(one, _PLAIN) for one in (value if isinstance(value, (list, tuple)) else [value]))
+    return repr(value) if is_plain else type(value).__name__
 
 
 def check_unscaled(transforms: Sequence[Stage], instead: str) -> None:

@@ -185,40 +185,6 @@ def test_every_write_is_refused_where_it_is_made_and_reads_are_plain_ddps() -> N
     run_ranks(_matrix, 2)
 
 
-def _contexts(rank: int, world_size: int) -> None:
-    """static_graph, unused parameters, compiled modules and models: refused at the line, and equal otherwise."""
-    for form in ("interleaved", "zero", "zero parameter"):
-        for name, options in {
-            "static_graph": {"static_graph": True},
-            "find_unused_parameters": {"find_unused_parameters": True},
-            "compiled module": {},
-            "compiled model": {},
-        }.items():
-            reference, ddp, optimizer = _models(form, **options)
-            models = {reference: reference, ddp: ddp}
-            if name == "compiled module":
-                for model in models:
-                    model.module.compile(backend="eager")
-            elif name == "compiled model":
-                models = {model: torch.compile(model, backend="eager") for model in models}
-            plain = SGD(reference.parameters())
-            with torch._dynamo.config.patch(optimize_ddp=False):
-                for step in range(3):
-                    for model, stepped in ((reference, plain), (ddp, optimizer)):
-                        stepped.zero_grad()
-                        _backward(models[model], step, rank)
-                        if model is ddp:
-                            with _refused(f"{form}, {name}"):
-                                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-                        stepped.step()
-            settle(optimizer)
-            assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=f"{form}, {name}")
-
-
-def test_they_are_read_only_with_every_kind_of_model() -> None:
-    run_ranks(_contexts, 2)
-
-
 CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "lr": (lambda ddp, o: o.param_groups[0].update(lr=0.05), "'lr' of parameter group 0 was changed from 0.1 to 0.05"),
     "another group": (

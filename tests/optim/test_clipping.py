@@ -196,31 +196,6 @@ def test_with_uneven_inputs() -> None:
     run_ranks(_unevenly, 2)
 
 
-def _scaled(rank: int, world_size: int) -> None:
-    def run(build: Callable[[Any], Any], *, clips: bool) -> Any:
-        ddp = wrap(MANY.model(), **MANY.ddp_options())
-        optimizer, scaler = build(ddp), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        for step in range(6):
-            loss = mean_squared_error(ddp, MANY.batch(step, rank)) * (float("inf") if step == rank else 1.0)
-            scaler.scale(loss).backward()
-            if clips:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(ddp.parameters(), C)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return list(ddp.parameters())
-
-    plain = run(lambda ddp: torch.optim.SGD(_groups(ddp), **SGD), clips=True)
-    for name in ("Step", "ZeroStep"):
-        candidate = run(lambda ddp, name=name: FORMS[name].build(ddp, 2.0), clips=False)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(candidate, plain, strict=True)), name
-
-
-def test_scaled_gradients_are_unscaled_first() -> None:
-    run_ranks(_scaled, 2)
-
-
 def test_clip_grad_norm_cannot_be_interleaved() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigurationError, match=r"clip_grad_norm=1\.0 needs the norm of all"):

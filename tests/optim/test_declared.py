@@ -307,26 +307,3 @@ def _counters(rank: int, world_size: int) -> None:
 
 def test_counts_of_steps_in_groups_and_attributes_are_plain_ddps_in_every_form() -> None:
     run_ranks(_counters, 2)
-
-
-def _disagreeing(rank: int, world_size: int) -> None:
-    def train_with(optimizer: Any) -> None:
-        for step in range(2):  # DDP's first backward may have one bucket.
-            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-            optimizer.step()
-
-    match = r"'d' of this Estimates is \d\S* after .* and \d\S* after .*load a checkpoint.*deferred=True"
-    for is_sharded in (False, True):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        if is_sharded:
-            optimizer: Any = ZeroRedundancyOptimizer(ddp.parameters(), Estimates, overlap_with_ddp=True)
-            chain(ZeroStep(optimizer)).register(ddp)
-        else:
-            optimizer = OverlappedOptimizer(Estimates(ddp.parameters()))
-            chain(AllReduce(), Step(optimizer)).register(ddp)
-        with pytest.raises(UnsupportedError, match=match):
-            train_with(optimizer)
-
-
-def test_a_value_on_which_buckets_disagree_is_an_error_that_names_it() -> None:
-    run_ranks(_disagreeing, 2)

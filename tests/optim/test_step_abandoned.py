@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from loop_forms import registered
 from torch import Tensor, nn
 
 from harness import run_ranks, wrap
-from overlap import AllReduce, OverlappedOptimizer, PeerError, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import PeerError
 
-FORMS = ("interleaved", "deferred", "automatic", "zero", "zero deferred")
+FORMS = ("interleaved", "deferred", "zero", "zero deferred")
 
 
 class _Raises(torch.autograd.Function):
@@ -29,10 +28,6 @@ class _Raises(torch.autograd.Function):
         raise ValueError("the dog ate it")
 
 
-def _raise(gradient: Tensor) -> None:
-    raise ValueError("the dog ate it")
-
-
 class _Net(nn.Module):
     """Fails in backward before the gradients of the layer ``place - 1``."""
 
@@ -40,49 +35,24 @@ class _Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.place: int | None = None
-        self.fail: Callable[[Tensor], Tensor] = _Raises.apply
 
     def forward(self, x: Tensor) -> Tensor:
         for place, layer in enumerate(self.layers):
             if place == self.place:
-                x = self.fail(x)
+                x = _Raises.apply(x)  # type: ignore[no-untyped-call]
             x = layer(x).tanh()
         return x
 
 
-def _by_hook(x: Tensor) -> Tensor:
-    x = x.clone() if x.requires_grad else x.clone().requires_grad_()
-    x.register_hook(_raise)
-    return x
-
-
-def _by_function(x: Tensor) -> Tensor:
-    return _Raises.apply(x if x.requires_grad else x.clone().requires_grad_())  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _registered(form: str, ddp: Any) -> Any:
-    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    if form == "automatic":
-        chain(AllReduce(), Step(sgd(ddp.parameters()))).register(ddp)
-        return None
-    if form.startswith("zero"):
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        chain(ZeroStep(zero, deferred="deferred" in form)).register(ddp)
-        return zero
-    optimizer = OverlappedOptimizer(sgd(ddp.parameters()))
-    chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
-    return optimizer
-
-
 def _one_rank_fails(rank: int, world_size: int, form: str) -> None:
-    for place, fail in ((2, _by_function), (1, _by_hook)):
+    for place in (2, 1):
         torch.manual_seed(0)
         ddp = wrap(_Net(), bucket_cap_mb=1100 / 2**20)
-        optimizer = _registered(form, ddp)
+        optimizer = registered(form, ddp)
         start = {name: tensor.clone() for name, tensor in ddp.module.state_dict().items()}
         for step in range(7):
             is_failing = step in (3, 4)
-            ddp.module.place, ddp.module.fail = (place if is_failing and rank == 1 else None), fail
+            ddp.module.place = place if is_failing and rank == 1 else None
             if step == 5:  # An interleaved update may have been made in part.
                 ddp.module.load_state_dict(start)
             loss = ddp(torch.full((4, 16), rank + 1.0)).square().sum()
@@ -96,8 +66,7 @@ def _one_rank_fails(rank: int, world_size: int, form: str) -> None:
                 _check_failure(rank, error, place, time.monotonic() - start_s, optimizer)
                 continue
             assert error is None, f"step {step}, place {place}: {error!r}"
-            if optimizer is not None:
-                optimizer.step()
+            optimizer.step()
         gathered = [torch.empty_like(ddp.module.layers[0].weight) for _ in range(world_size)]
         torch.distributed.all_gather(gathered, ddp.module.layers[0].weight.detach())
         assert torch.equal(gathered[0], gathered[1])
@@ -111,9 +80,8 @@ def _check_failure(rank: int, error: Exception | None, place: int, seconds: floa
     else:
         assert isinstance(error, PeerError), repr(error)
         assert "rank 1: AbandonedBackwardError: backward ended with an error outside of the stages" in str(error)
-    if optimizer is not None:
-        with pytest.raises(RuntimeError, match="the last backward or update raised"):
-            optimizer.step()
+    with pytest.raises(RuntimeError, match="the last backward or update raised"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import SGD, Make, overlapped_ddp, plain_ddp
+from loop_forms import registered
+from step_loops import SGD, overlapped_ddp, plain_ddp
 
-from harness import Record, assert_parity, run_ranks, train
+from harness import Record, assert_parity, run_ranks, train, wrap
 from harness.models import MLP, Batch
-from overlap import TrainingLoopError
+from overlap import Join, TrainingLoopError
 
 STEPS = 7
 OVERFLOWS = (1, 4)  # On one rank alone.
-EVERY_IMPLEMENTATION = pytest.mark.parametrize(
-    "implementation", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str
-)
 
 
 def _scaled_step(
@@ -54,47 +52,27 @@ def _scaled(rank: int, ddp: Any, optimizer: Any, *, zero_grad: bool = False, cli
     return records
 
 
-def _reference(rank: int, make: Make, *, clips: bool) -> list[Record]:
-    return _scaled(rank, *plain_ddp(MLP, make), zero_grad=True, clips=clips)
+WAYS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "skipped as a whole": ({"deferred": True}, False, False),
+    "unscaled and clipped by the loop": ({"deferred": True}, True, True),
+    "clipped in step()": ({"clip_grad_norm": 0.05}, False, True),
+}
+"""The options of the stage, and whether the loop clips, and the reference."""
 
 
-def _adamw(implementation: dict[str, bool]) -> Make:
-    return functools.partial(torch.optim.AdamW, lr=0.01, **implementation)
+def _deferred(rank: int, world_size: int, way: str) -> None:
+    options, clips, reference_clips = WAYS[way]
+    for implementation in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+        make = functools.partial(torch.optim.AdamW, lr=0.01, **implementation)
+        ddp, overlapped, _ = overlapped_ddp(MLP, make, **options)
+        candidate = _scaled(rank, ddp, overlapped, clips=clips)
+        reference = _scaled(rank, *plain_ddp(MLP, make), zero_grad=True, clips=reference_clips)
+        assert_parity(candidate, reference, what=f"GradScaler, {way}, {implementation}")
 
 
-def _skipping(rank: int, world_size: int, implementation: dict[str, bool]) -> None:
-    make = _adamw(implementation)
-    ddp, overlapped, _ = overlapped_ddp(MLP, make, deferred=True)
-    assert_parity(_scaled(rank, ddp, overlapped), _reference(rank, make, clips=False), what="GradScaler")
-
-
-@EVERY_IMPLEMENTATION
-def test_a_step_that_overflows_is_skipped_as_a_whole(implementation: dict[str, bool]) -> None:
-    run_ranks(_skipping, 2, implementation)
-
-
-def _clipping_in_the_loop(rank: int, world_size: int, implementation: dict[str, bool]) -> None:
-    make = _adamw(implementation)
-    ddp, overlapped, _ = overlapped_ddp(MLP, make, deferred=True)
-    candidate = _scaled(rank, ddp, overlapped, clips=True)
-    assert_parity(candidate, _reference(rank, make, clips=True), what="GradScaler, clipping in the loop")
-
-
-@EVERY_IMPLEMENTATION
-def test_the_loop_may_unscale_and_clip_between_backward_and_step(implementation: dict[str, bool]) -> None:
-    run_ranks(_clipping_in_the_loop, 2, implementation)
-
-
-def _clipping_in_step(rank: int, world_size: int, implementation: dict[str, bool]) -> None:
-    make = _adamw(implementation)
-    ddp, overlapped, _ = overlapped_ddp(MLP, make, clip_grad_norm=0.05)
-    candidate = _scaled(rank, ddp, overlapped)
-    assert_parity(candidate, _reference(rank, make, clips=True), what="GradScaler, clipping in step()")
-
-
-@EVERY_IMPLEMENTATION
-def test_clip_grad_norm_clips_the_unscaled_gradients(implementation: dict[str, bool]) -> None:
-    run_ranks(_clipping_in_step, 2, implementation)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_overflows_is_skipped_and_others_are_unscaled(way: str) -> None:
+    run_ranks(_deferred, 2, way)
 
 
 def _interleaved(rank: int, world_size: int) -> None:
@@ -107,3 +85,23 @@ def _interleaved(rank: int, world_size: int) -> None:
 
 def test_a_scaler_is_refused_by_an_interleaved_update() -> None:
     run_ranks(_interleaved, 2)
+
+
+def _under_join(rank: int, world_size: int) -> None:
+    for form in ("deferred", "zero deferred"):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer, scaler = registered(form, ddp), torch.amp.GradScaler("cpu")
+
+        def loop(ddp: Any = ddp, optimizer: Any = optimizer, scaler: Any = scaler) -> None:
+            with Join([ddp, optimizer]):
+                for step in range(2 + rank):
+                    scaler.scale(ddp(*MLP.batch(step, rank).inputs).square().mean()).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+
+        with pytest.raises(TrainingLoopError, match=r"decides after backward.*leave the scaler out under Join"):
+            loop()
+
+
+def test_a_scaler_under_join_is_refused_on_every_rank() -> None:
+    run_ranks(_under_join, 2)

@@ -7,27 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import SGD, NoScheduler, overlapped_ddp, plain_ddp
+from step_loops import SGD, NoScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness import Record, assert_parity, overlapped_step, run_ranks, train, wrap
+from harness import Record, assert_parity, overlapped_step, plain_step, run_ranks, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, OverlappedOptimizer, Step, UnsupportedError, chain
 
 STEPS = 4
-
-
-class Stepless:
-    """What a loop that calls no `step()` gives to `train`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        pass
-
-    def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
 
 
 def _clamp(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -44,30 +31,17 @@ def _decay(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             parameter.grad.add_(parameter.detach(), alpha=0.1)
 
 
-def _automatic(rank: int, hook: Callable[[Any], Any], **options: Any) -> list[Record]:
-    ddp = wrap(MLP.model())
-    optimizer = SGD(ddp.parameters())
+def _trained(rank: int, hook: Callable[[Any], Any], form: str) -> list[Record]:
+    """With plain DDP, or with an update in that form."""
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer: Any = SGD(ddp.parameters())
+    if form != "plain":
+        optimizer = OverlappedOptimizer(optimizer)
     handle = hook(optimizer)
-    chain(AllReduce(), Step(optimizer, **options)).register(ddp)
-    records = train(
-        ddp, Stepless(optimizer), MLP.batches(rank, steps=STEPS), step_fn=overlapped_step, scheduler=NoScheduler
-    )
-    handle.remove()
-    return records
-
-
-def _called(rank: int, hook: Callable[[Any], Any], **options: Any) -> list[Record]:
-    ddp, overlapped, _ = overlapped_ddp(MLP, SGD, **options)
-    handle = hook(overlapped)
-    records = train(ddp, overlapped, MLP.batches(rank, steps=STEPS), step_fn=overlapped_step, scheduler=NoScheduler)
-    handle.remove()
-    return records
-
-
-def _plain(rank: int, hook: Callable[[Any], Any]) -> list[Record]:
-    ddp, optimizer = plain_ddp(MLP, SGD)
-    handle = hook(optimizer)
-    records = train(ddp, optimizer, MLP.batches(rank, steps=STEPS), scheduler=NoScheduler)
+    if form != "plain":
+        chain(AllReduce(), Step(optimizer, deferred="deferred" in form)).register(ddp)
+    step = plain_step if form == "plain" else overlapped_step
+    records = train(ddp, optimizer, MLP.batches(rank, steps=STEPS), step_fn=step, scheduler=NoScheduler)
     handle.remove()
     return records
 
@@ -82,16 +56,9 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 
 def _hooks_are_exact(rank: int, world_size: int) -> None:
     for name, hook in HOOKS.items():
-        reference = _plain(rank, hook)
-        forms: dict[str, Callable[[], list[Record]]] = {
-            "deferred": lambda: _called(rank, hook, deferred=True),  # noqa: B023
-            "automatic, deferred": lambda: _automatic(rank, hook, deferred=True),  # noqa: B023
-        }
-        if "post-hook" in name:
-            forms["interleaved"] = lambda: _called(rank, hook)  # noqa: B023
-            forms["automatic"] = lambda: _automatic(rank, hook)  # noqa: B023
-        for form, run in forms.items():
-            assert_parity(run(), reference, what=f"{name}, {form}")
+        reference = _trained(rank, hook, "plain")
+        for form in ("interleaved", "deferred") if "post-hook" in name else ("deferred",):
+            assert_parity(_trained(rank, hook, form), reference, what=f"{name}, {form}")
 
 
 def test_step_hooks_do_what_they_do_beside_plain_ddp_in_every_form_that_takes_them() -> None:

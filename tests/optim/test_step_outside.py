@@ -1,4 +1,4 @@
-"""Gradients that a loop without zero_grad() leaves: of parameters outside the model, ignored by DDP, or unused."""
+"""Gradients of another loss, and those that a loop without zero_grad() leaves outside of the model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP
 from overlap import AllReduce, Join, OverlappedOptimizer, Step, TrainingLoopError, chain
-from overlap.errors import RegistrationError
-
-FORMS = ("interleaved", "deferred")
 
 
 def _model() -> tuple[Any, nn.Linear]:
@@ -26,11 +23,11 @@ def _model() -> tuple[Any, nn.Linear]:
     return wrap(model, **MLP.ddp_options()), nn.Linear(16, 16)
 
 
-def _outside(rank: int, world_size: int, form: str) -> None:
+def _outside(rank: int, world_size: int, deferred: bool) -> None:
     (reference, their_head), (ddp, head) = _model(), _model()
     plain = SGD([*reference.parameters(), *their_head.parameters()])
     optimizer = OverlappedOptimizer(SGD([*ddp.parameters(), *head.parameters()]))
-    chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
+    chain(AllReduce(), Step(optimizer, deferred=deferred)).register(ddp)
     for step in range(6):
         if step == 3:
             optimizer.zero_grad()  # No forward comes to clear what was applied.
@@ -47,56 +44,75 @@ def _outside(rank: int, world_size: int, form: str) -> None:
         if step < 5:
             plain.zero_grad()
     reference.zero_grad()
-    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=form)
-    assert_parity(head.state_dict(), their_head.state_dict(), what=f"{form}, outside")
+    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what="the model")
+    assert_parity(head.state_dict(), their_head.state_dict(), what="outside")
     for outer, made in ((head, optimizer), (their_head, plain)):
         outer(batch.inputs[0]).sum().backward()  # Adds to what was applied, which is the loop's after step().
         made.step()
-    assert_parity(head.state_dict(), their_head.state_dict(), what=f"{form}, added to after step()")
+    assert_parity(head.state_dict(), their_head.state_dict(), what="added to after step()")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_step_applied_outside_of_the_model_is_cleared_by_its_next_forward(form: str) -> None:
-    run_ranks(_outside, 2, form)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_what_step_applied_outside_of_the_model_is_cleared_by_its_next_forward(deferred: bool) -> None:
+    run_ranks(_outside, 2, deferred)
 
 
-def _second_model(rank: int, world_size: int) -> None:
+def _unfrozen_after_wrapping(rank: int, world_size: int) -> None:
     model = MLP.model()
-    optimizer = OverlappedOptimizer(SGD(model.parameters()))
-    first = DistributedDataParallel(model, bucket_cap_mb=1e-3)
-    registration = chain(AllReduce(), Step(optimizer, deferred=True)).register(first)
-    second = DistributedDataParallel(model, bucket_cap_mb=1e-3)
-    with pytest.raises(RegistrationError, match=r"another DistributedDataParallel of the same module.*remove\(\)"):
-        chain(AllReduce(), Step(optimizer, deferred=True)).register(second)
-    registration.remove()
-    chain(AllReduce(), Step(optimizer, deferred=True)).register(second)
-    before = model[0].weight.detach().clone()
-    backward(second, 0, rank)
-    optimizer.step()
-    assert not torch.equal(before, model[0].weight)
+    model[0].requires_grad_(False)
+    ddp = wrap(model, **MLP.ddp_options())
+    optimizer = registered("interleaved", ddp)
+    ddp.module[0].requires_grad_(True)  # DDP does not reduce it, so the ranks would part here.
+    backward(ddp, 0, rank)
+    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks \(0\.weight \(and 1 other\)\)"):
+        optimizer.step()
 
 
-def test_a_second_registration_of_the_same_parameters_is_refused() -> None:
-    run_ranks(_second_model, 2)
+def test_parameters_unfrozen_after_wrapping_are_refused_by_name() -> None:
+    run_ranks(_unfrozen_after_wrapping, 2)
 
 
-def _scaled_under_join(rank: int, world_size: int) -> None:
-    for form in ("deferred", "zero deferred"):
+def _under_join(rank: int, form: str, *, discards: bool = False) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = registered(form, ddp)
+    with Join([ddp, optimizer]):
+        for step in range(3 + rank):
+            with optimizer.skip_update():
+                backward(ddp, step, rank)
+            if discards:
+                optimizer.zero_grad()
+            optimizer.step()
+    first = [torch.empty_like(ddp.module[0].weight) for _ in range(2)]
+    torch.distributed.all_gather(first, ddp.module[0].weight.detach())
+    assert torch.equal(*first)
+
+
+def _skipped(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "zero"):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer, scaler = registered(form, ddp), torch.amp.GradScaler("cpu")
+        optimizer = registered(form, ddp)
+        before = next(ddp.parameters()).detach().clone()
+        with optimizer.skip_update():
+            backward(ddp, 0, rank)
+        optimizer.zero_grad()
+        assert torch.equal(next(ddp.parameters()), before)
+        backward(ddp, 0, rank)
+        with pytest.raises(TrainingLoopError, match=r"with (optimizer|zero)\.skip_update\(\):"):
+            optimizer.zero_grad()
+    for form in ("interleaved", "zero deferred"):
+        _under_join(rank, form)
+    with pytest.raises(TrainingLoopError, match="under Join a backward cannot be discarded"):
+        _under_join(rank, "interleaved", discards=True)
 
-        def loop(ddp: Any = ddp, optimizer: Any = optimizer, scaler: Any = scaler) -> None:
-            with Join([ddp, optimizer]):
-                for step in range(2 + rank):
-                    scaler.scale(ddp(*MLP.batch(step, rank).inputs).square().mean()).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
 
-        with pytest.raises(
-            TrainingLoopError, match=r"GradScaler decides after backward.*leave the scaler out under Join"
-        ):
-            loop()
+def test_a_backward_of_another_loss_is_discarded_and_the_remedy_is_named() -> None:
+    run_ranks(_skipped, 2)
 
 
-def test_a_grad_scaler_under_join_is_refused_on_every_rank() -> None:
-    run_ranks(_scaled_under_join, 2)
+def _refused_under_join(rank: int, world_size: int) -> None:
+    with pytest.raises(TrainingLoopError, match=r"skip_update\(\) under Join.*deferred=True"):
+        _under_join(rank, "zero")
+
+
+def test_skip_update_of_an_interleaved_sharded_update_is_refused_under_join() -> None:
+    run_ranks(_refused_under_join, 2)

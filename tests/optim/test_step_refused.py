@@ -8,41 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loop_forms import backward, registered
 
 from harness import run_ranks, wrap
-from harness.models import MLP, mean_squared_error
-from overlap import (
-    AllReduce,
-    OverlappedOptimizer,
-    PeerError,
-    Step,
-    TrainingLoopError,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    chain,
-)
+from harness.models import MLP
+from overlap import PeerError, TrainingLoopError
 
 _GROUP_TIMEOUT_S = 40
 _REFUSAL = "'lr' of parameter group 0 was changed"
-
-
-def _replicated(ddp: Any) -> Any:
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
-    return optimizer
-
-
-def _sharded(ddp: Any) -> Any:
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    chain(ZeroStep(zero)).register(ddp)
-    return zero
-
-
-_FORMS = {"replicated": _replicated, "sharded": _sharded}
-
-
-def _backward(ddp: Any, step: int, rank: int) -> None:
-    mean_squared_error(ddp, MLP.batch(step, rank)).backward()
 
 
 def _refused(optimizer: Any) -> Any:
@@ -57,11 +30,11 @@ def _refused(optimizer: Any) -> Any:
 
 def _refused_on_rank_1(rank: int, world_size: int, form: str, refused_step: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = _FORMS[form](ddp)
+    optimizer = registered(form, ddp)
     for step in range(refused_step):
-        _backward(ddp, step, rank)
+        backward(ddp, step, rank)
         optimizer.step()
-    _backward(ddp, refused_step, rank)
+    backward(ddp, refused_step, rank)
     kept = None
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
@@ -72,11 +45,11 @@ def _refused_on_rank_1(rank: int, world_size: int, form: str, refused_step: int)
         optimizer.step()
         start_s = time.monotonic()
         with pytest.raises(PeerError, match=f"rank 1: TrainingLoopError: {_REFUSAL}"):
-            _backward(ddp, refused_step + 1, rank)
+            backward(ddp, refused_step + 1, rank)
         assert time.monotonic() - start_s < _GROUP_TIMEOUT_S / 2
         store.set("told", "")
     for step in range(refused_step + 1, refused_step + 4):
-        _backward(ddp, step, rank)
+        backward(ddp, step, rank)
         optimizer.step()
     for parameter in ddp.parameters():
         first = parameter.detach().clone()
@@ -86,7 +59,7 @@ def _refused_on_rank_1(rank: int, world_size: int, form: str, refused_step: int)
 
 
 @pytest.mark.parametrize("refused_step", [0, 2], ids=["before DDP compares buckets", "later"])
-@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("form", ["interleaved", "zero"])
 def test_a_step_that_is_refused_on_one_rank_is_told_to_the_others_and_all_go_on(form: str, refused_step: int) -> None:
     run_ranks(_refused_on_rank_1, 2, form, refused_step, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)
 
@@ -94,7 +67,7 @@ def test_a_step_that_is_refused_on_one_rank_is_told_to_the_others_and_all_go_on(
 def _refused_while_the_other_waits_for_buffers(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     ddp = wrap(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16)))
-    optimizer = _replicated(ddp)
+    optimizer = registered("interleaved", ddp)
     for _ in range(3):
         ddp(torch.randn(4, 16)).square().mean().backward()
         optimizer.step()

@@ -18,6 +18,7 @@ from harness.models import BUCKET_CAP_MB, MLP, mean_squared_error
 from overlap import (
     AllReduce,
     CollectiveError,
+    ConfigurationError,
     OverlappedOptimizer,
     RegistrationError,
     Step,
@@ -88,6 +89,24 @@ def test_zero_gradients_make_the_state_before_anything_is_registered() -> None:
         parameter.grad = torch.zeros_like(parameter)
     overlapped.step()
     assert len(overlapped.state) == 2
+
+
+def _refused_models(rank: int, world_size: int) -> None:
+    first, second = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+    with pytest.raises(ConfigurationError, match="no parameter of this model; build it from"):
+        chain(AllReduce(), Step(SGD(second.parameters()))).register(first)
+    outside = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigurationError, match="1 parameters of the SGD are not in this model"):
+        chain(AllReduce(), Step(SGD([*first.parameters(), outside]))).register(first)
+    optimizer = OverlappedOptimizer(SGD([*first.parameters(), *second.parameters()]))
+    stages = chain(AllReduce(), Step(optimizer))
+    stages.register(first)
+    with pytest.raises(RegistrationError, match="serves a model already; make a Step for each model"):
+        stages.register(second)
+
+
+def test_a_model_that_the_optimizer_does_not_fit_is_refused() -> None:
+    run_ranks(_refused_models, 2)
 
 
 def _second_ddp(rank: int, world_size: int) -> None:

@@ -176,7 +176,7 @@ MUTANTS: dict[str, Mutant] = {
         "factors, interleaved",
     ),
     "the host looks whether a step is left out": _waiting(
-        f"{_OPTIM}.scaler:Veto.stops", "not has_streams(self.found_inf.device) and ", "", "log, skip"
+        f"{_OPTIM}.scaler:Verdict.skips", "has_streams(self.found_inf.device)", "False", "log, skip"
     ),
     "the host looks whether shards are finite": _waiting(
         f"{_OPTIM}.zero.step:_FiniteVote.mark",

@@ -15,7 +15,7 @@ from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped, without_init
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.scaler import LossScale
+from overlap.optim.scaler import Verdict
 
 __all__ = ["AveragingOptimizer", "SeveralOptimizers"]
 
@@ -125,13 +125,13 @@ class AveragingOptimizer(OptimizerProxy):
 
     def step_wrapped(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the wrapped optimizer, which ``GradScaler`` may unscale or skip; returns the closure's result."""
-        loss_scale = LossScale.given_to(self)
-        if loss_scale.is_supported_by(self.optimizer):
-            with loss_scale.passed_to(self.optimizer):
+        verdict = Verdict.given_to(self)
+        if verdict.is_supported_by(self.optimizer):
+            with verdict.passed_to(self.optimizer):
                 return self._step(closure)
-        if loss_scale.skips_step(self.optimizer):
+        if verdict.skips(self.optimizer):
             return None
-        loss_scale.unscale_([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
+        verdict.unscale_([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
         return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:

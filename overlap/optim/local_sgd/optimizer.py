@@ -33,14 +33,14 @@ from overlap.optim.local_sgd.averaging import AveragingOptimizer, SeveralOptimiz
 from overlap.optim.local_sgd.outer import MakeOptimizer
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
-from overlap.optim.scaler import LossScale
+from overlap.optim.scaler import Verdict
 from overlap.optim.update import check_unscaled, without_adding_up
 
 __all__ = ["LocalSGD"]
 
 _KEY = "local_sgd"
 
-_FORM = Form(outcome=Phase.REDUCED, step="local.step()", deferred="LocalSGD without update")
+_FORM = Form("local.step()", "LocalSGD without update", is_deferred=True)
 
 
 class LocalSGD(AveragingOptimizer, Joinable):
@@ -178,7 +178,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         return loss
 
     def _update(self, lifecycle: UpdateLifecycle, closure: Callable[[], Any] | None) -> Any:
-        if LossScale.given_to(self).is_used:
+        if Verdict.given_to(self).found_inf is not None:
             if self.is_joining and not self.averager.is_local:
                 raise TrainingLoopError(SCALED_UNDER_JOIN)
             check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.packed_state import as_plain, cloned, tensors_in
+from overlap.optim.zero.packed_state import as_plain, cloned, tensors_in
 from overlap.optim.zero.partition import Range, copy_options, options_of
 from overlap.optim.zero.shards import Shard, flatten
 from overlap.optim.zero.state import check_divisible, is_per_element

@@ -41,14 +41,13 @@ from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
 from overlap.join import Joinable
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
-from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.packed_state import tensors_in
+from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.phases import Event, Phase
-from overlap.optim.scaler import LossScale, Veto
+from overlap.optim.scaler import Verdict
 from overlap.optim.subset import SubsetStepper, check_optimizer
-from overlap.optim.update import LoopOptimizer
 from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import Exchange, Gather, Workspace
+from overlap.optim.zero.packed_state import tensors_in
 from overlap.optim.zero.partition import (
     Extent,
     Partition,
@@ -394,17 +393,17 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 shard.refresh()
 
     @torch.no_grad()
-    def update(self, pairs: Sequence[tuple[Shard, Tensor]], veto: Veto, **arguments: Any) -> None:
+    def update(self, pairs: Sequence[tuple[Shard, Tensor]], verdict: Verdict, **arguments: Any) -> None:
         """Step this rank's part of each shard with its flat gradient, and write the parameters, unless a gather of
-        differences is going to. Where ``veto`` is left to the device, it changes nothing there.
+        differences is going to. Where ``verdict`` is left to the device, it changes nothing there.
 
         Raises:
             UnsupportedError: by element, new state belongs neither to elements nor to the parameter.
         """
-        if veto.found_inf is None:
+        if verdict.found_inf is None:
             self._step_part(pairs, arguments)
         else:
-            with veto.passed_to(self.optim):
+            with verdict.passed_to(self.optim):
                 self._step_part(pairs, arguments)
         if not (self.updates and self.updates[0].gathers_differences):
             for shard, _ in pairs:
@@ -468,9 +467,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             self.wait()  # They may read parameters.
         return loss
 
-    def _check_call(self, loss_scale: LossScale, arguments: Mapping[str, Any]) -> None:
+    def _check_call(self, scaler: Verdict, arguments: Mapping[str, Any]) -> None:
         stage = self._stage
-        if arguments and (self.is_joining or (stage is not None and not stage.updates_in_step)):
+        if arguments and (self.is_joining or (stage is not None and stage.form.outcome is not Phase.REDUCED)):
             given = ", ".join(f"{key}=..." for key in arguments)
             why = "a rank that has run out of inputs does not have these arguments: call zero.step()"
             if not self.is_joining:
@@ -521,12 +520,12 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     @torch.no_grad()
     def _apply(
-        self, parameters: Sequence[Tensor], gradients: list[Tensor], veto: Veto, arguments: dict[str, Any]
+        self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
     ) -> None:
         pairs = [(self.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
         if self._stage is not None and self._stage.clips_whole:
             pairs = [(shard, flatten(whole)[slice(*shard.range)]) for shard, whole in pairs if shard.own is not None]
-        self.update(pairs, veto, **arguments)
+        self.update(pairs, verdict, **arguments)
         self.finish(**arguments)
 
     def _publish(self, parameters: Sequence[Tensor]) -> None:
@@ -614,7 +613,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         if stage is None:
             pending = self._pending()
             return self._clip_(clipping, pending, [p.grad for p in pending if p.grad is not None], foreach)
-        if not stage.updates_in_step:
+        if stage.form.outcome is not Phase.REDUCED:
             raise TrainingLoopError(
                 "zero.clip_grad_norm_() after backward, but the update had been made in backward: use "
                 "ZeroStep(zero, deferred=True), or ZeroStep(zero, clip_grad_norm=...) without the call"
@@ -669,11 +668,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         accumulate."""
         stage, self.has_joined = self._stage, True
         if stage is None:
-            self._update(self._pending(), LossScale(), Veto(), {})
+            self._update(self._pending(), Verdict(), Verdict(), {})
         elif stage.lifecycle.phase is Phase.REDUCED and stage.lifecycle.is_replay:
             try:
-                if not stage.lifecycle.veto.stops:
-                    self._update([], LossScale(), stage.lifecycle.veto, {})
+                if not stage.lifecycle.verdict.skips(self.optim):
+                    self._update([], Verdict(), stage.lifecycle.verdict, {})
             except BaseException:
                 stage.lifecycle.on_update_failure()
                 raise

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.packed_state import tensors_in
+from overlap.optim.zero.packed_state import tensors_in
 from overlap.optim.zero.shards import Shard
 
 __all__ = ["PartOfState", "StateView", "check_divisible", "is_per_element"]

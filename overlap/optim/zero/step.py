@@ -214,16 +214,15 @@ class ZeroStep(Update[ShardedLayout]):
         super().__init__(
             zero,
             Form(
-                Phase.APPLIED,
                 "zero.step()",
                 "ZeroStep(zero, deferred=True)",
                 edits="chain(AllReduce(), ZeroStep(zero, deferred=True))",
                 clip="ZeroStep(zero, clip_grad_norm=max_norm), or zero.clip_grad_norm_(max_norm) with deferred=True,",
                 skip="stage.skip_update()" if automatic else "zero.skip_update()",
                 adds_up=False,
+                is_automatic=automatic,
             ),
             deferred=deferred,
-            automatic=automatic,
             clip_grad_norm=clip_grad_norm,
             norm_type=norm_type,
             release_gradients=release_gradients,
@@ -305,10 +304,10 @@ class ZeroStep(Update[ShardedLayout]):
             await self._vote.cast(gradients, bucket)
 
     def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
-        veto = self.lifecycle.veto
-        if veto.found_inf is None or not veto.stops:
+        verdict = self.lifecycle.verdict
+        if verdict.found_inf is None or not verdict.skips(self.stepped):
             shards = map(self.zero.shards.__getitem__, map(id, parameters))
-            self.zero.update(list(zip(shards, gradients, strict=True)), veto)
+            self.zero.update(list(zip(shards, gradients, strict=True)), verdict)
 
     async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
         assert self.clipping is not None, "asked for"
@@ -320,14 +319,14 @@ class ZeroStep(Update[ShardedLayout]):
         norm.clip_()
 
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
-        self.zero._apply(list(held), list(held.values()), self.lifecycle.veto, {})
+        self.zero._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
 
     async def publish(self, bucket: Bucket, layout: ShardedLayout) -> None:
         if layout.shards is None:
             return
         self.lifecycle.gradients.note_applied(layout.parameters)
         # There is nothing new after a step that was left out; through a wire, rounding of earlier ones would go.
-        if self.lifecycle.veto.found_inf is not None and self.lifecycle.veto.stops:
+        if self.lifecycle.verdict.found_inf is not None and self.lifecycle.verdict.skips(self.stepped):
             return
         torch.autograd.graph.increment_version(layout.parameters)  # See [Note: versions of sharded parameters].
         if not self._gathers_in_forward:
@@ -336,7 +335,7 @@ class ZeroStep(Update[ShardedLayout]):
     def check_backward(self, *, is_replay: bool) -> None:
         self.wait()
         zero = self.zero
-        if zero.is_skipping and not self.updates_in_step and self.lifecycle.is_joining():
+        if zero.is_skipping and self.form.outcome is not Phase.REDUCED and self.lifecycle.is_joining():
             raise TrainingLoopError(
                 "skip_update() under Join: ranks that have run out of inputs make the update in backward, and are not "
                 "told that it is skipped; use ZeroStep(zero, deferred=True)"
@@ -372,7 +371,7 @@ class ZeroStep(Update[ShardedLayout]):
         self.lifecycle.has_parts = not self.has_whole_mean
         if self.leaves_update:
             self._vote.mark(self.zero.shards.values())
-        elif self._gathers_in_forward and not self.lifecycle.veto.stops:
+        elif self._gathers_in_forward and not self.lifecycle.verdict.skips(self.stepped):
             self.gather()
 
     def end_step(self) -> None:
@@ -405,7 +404,7 @@ class ZeroStep(Update[ShardedLayout]):
 
     @property
     def updates_after_backward(self) -> bool:
-        return self.updates_in_step or self._gathers_in_forward
+        return super().updates_after_backward or self._gathers_in_forward
 
     # Registration.
 
@@ -448,7 +447,7 @@ class ZeroStep(Update[ShardedLayout]):
                     f"{self!r} reduces by itself, so that {self.reduce_wire!r} can carry gradients to their owners, "
                     f"but {reducer!r} before it has reduced them: leave that out, or use ZeroStep without reduce_wire"
                 )
-        in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.updates_in_step]
+        in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.form.outcome is Phase.REDUCED]
         self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
     def attach(self, context: StageContext) -> None:
@@ -530,10 +529,10 @@ class ZeroStep(Update[ShardedLayout]):
         }
         parts = [
             self.optimizer_name,
-            "deferred" if self.is_deferred else "interleaved",
+            "deferred" if self.form.is_deferred else "interleaved",
             self.clipping and f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}",
             self._gathers_in_forward and "gather in forward",
-            self.is_automatic and "automatic",
+            self.form.is_automatic and "automatic",
             *(value and f"{key}={value!r}" for key, value in options.items()),
         ]
         return f"ZeroStep({', '.join(part for part in parts if part)})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -129,22 +129,3 @@ _ARGUMENTS: dict[str, Callable[[random.Random], Any]] = {
     "set_lr": lambda source: source.choice([0.01, 0.02, 0.05]),
     "register": lambda source: source.choice(["same", "new"]),
 }
-
-
-def shrink(calls: Sequence[Call], fails: Callable[[tuple[Call, ...]], bool], *, budget: int = 150) -> tuple[Call, ...]:
-    """The shortest part of ``calls`` found that still ``fails``: leaves out ever smaller pieces."""
-    kept = tuple(calls)
-    size = max(1, len(kept) // 2)
-    while budget > 0:
-        start, has_shrunk = 0, False
-        while start < len(kept) and budget > 0:
-            shorter = kept[:start] + kept[start + size :]
-            budget -= 1
-            if fails(shorter):
-                kept, has_shrunk = shorter, True
-            else:
-                start += size
-        if size == 1 and not has_shrunk:
-            break
-        size = max(1, size // 2)
-    return kept

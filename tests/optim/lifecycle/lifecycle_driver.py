@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lifecycle_calls import Call, Script, draw, shrink
+from lifecycle_calls import Call, Script, draw
 from lifecycle_forms import ArmedError, Form, Net, armed
 from lifecycle_oracle import Oracle, chosen, loss_of
 from torch import Tensor
@@ -359,15 +359,6 @@ class Player:
             self._pair = pair
         return Played(found, Script(tuple(made), is_warm=script.is_warm))
 
-    def shrunk(self, script: Script) -> Script:
-        """The shortest part of ``script`` found that still goes wrong."""
-
-        def fails(calls: tuple[Call, ...]) -> bool:
-            self._pair = None
-            return self.play(dataclasses.replace(script, calls=calls)).difference is not None
-
-        return dataclasses.replace(script, calls=shrink(script.calls, fails))
-
 
 def _on_any_rank(difference: str | None) -> str | None:
     has_failed = torch.tensor([difference is not None])
@@ -378,15 +369,11 @@ def _on_any_rank(difference: str | None) -> str | None:
 
 
 def search(rank: int, world_size: int, form: Form, seeds: range) -> dict[str, Any]:
-    """Play the sequences of ``seeds``; raises an AssertionError with the shortest one that goes wrong."""
+    """Play the sequences of ``seeds``; raises an AssertionError with the first that goes wrong."""
     start_s = time.monotonic()
     player = Player(form, rank)
     for seed in seeds:
         played = player.play(draw(f"{form}:{seed}"))
         if played.difference is not None:
-            shortest = player.shrunk(played.made)
-            raise AssertionError(
-                f"{form}, seed {seed}:\n  {shortest!r}\n  {player.play(shortest).difference or played.difference}\n"
-                f"shrunk from\n  {played.made!r}\n  {played.difference}"
-            )
+            raise AssertionError(f"{form}, seed {seed}:\n  {played.made!r}\n  {played.difference}")
     return {"sequences": player.played, "calls": player.calls, "seconds": time.monotonic() - start_s}

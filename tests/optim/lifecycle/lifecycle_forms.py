@@ -255,17 +255,25 @@ class ZeroForm(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalForm(Form):
-    """LocalSGD whose ``step()`` updates: gradients are the loop's to clear, and are applied whatever they are."""
+    """LocalSGD. Where its ``step()`` updates, gradients are the loop's to clear, and are applied whatever they are."""
 
     is_deferred: bool = True
-    refuses_local = False
-    clears = False
     can_be_removed = False
 
+    @property
+    def refuses_local(self) -> bool:  # type: ignore[override]
+        return not self.is_deferred
+
+    @property
+    def clears(self) -> bool:  # type: ignore[override]
+        return not self.is_deferred
+
     def optimizer(self, ddp: DistributedDataParallel) -> Any:
-        return LocalSGD(
-            ddp, self.make(ddp.parameters()), period=self.period, start_step=self.start_step, reducer=ArmedReduce()
-        )
+        made: Any = self.make(ddp.parameters())
+        optimizer = made if self.is_deferred else OverlappedOptimizer(made)
+        update = None if self.is_deferred else Step(optimizer)
+        options: dict[str, Any] = {"period": self.period, "start_step": self.start_step, "update": update}
+        return LocalSGD(ddp, optimizer, reducer=ArmedReduce(), **options)
 
     def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
         stage: Stage = optimizer.registration.stage
@@ -274,29 +282,6 @@ class LocalForm(Form):
     def register(self, ddp: DistributedDataParallel, stage: Stage, optimizer: Any) -> Registration:
         registration: Registration = optimizer.registration
         return registration
-
-    def state(self, optimizer: Any) -> Any:
-        return optimizer.state_dict()
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalUpdateForm(LocalForm):
-    """LocalSGD with an update in backward."""
-
-    is_deferred: bool = False
-    refuses_local = True
-    clears = True
-
-    def optimizer(self, ddp: DistributedDataParallel) -> Any:
-        optimizer = OverlappedOptimizer(self.make(ddp.parameters()))
-        return LocalSGD(
-            ddp,
-            optimizer,
-            period=self.period,
-            start_step=self.start_step,
-            reducer=ArmedReduce(),
-            update=Step(optimizer),
-        )
 
 
 FORMS: tuple[Form, ...] = (
@@ -318,5 +303,5 @@ FORMS: tuple[Form, ...] = (
     ZeroForm(name="zero_released", releases=True),
     LocalForm(name="local_before_start", start_step=1000, make=adamw),
     LocalForm(name="local", start_step=3, period=2),
-    LocalUpdateForm(name="local_with_update", start_step=3, period=2),
+    LocalForm(name="local_with_update", is_deferred=False, start_step=3, period=2),
 )

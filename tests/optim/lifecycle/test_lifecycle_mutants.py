@@ -18,8 +18,7 @@ from lifecycle_driver import Player
 from lifecycle_forms import FORMS
 
 from harness import run_ranks
-from overlap.optim.applied import PassGradients
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.lifecycle import PassGradients, UpdateLifecycle
 from overlap.optim.phases import TRANSITIONS, Event, Phase, Refusal
 
 Patches = Callable[[], list[Any]]
@@ -40,13 +39,9 @@ def _entry(event: Event, phase: Phase, outcome: Phase | Refusal) -> Patches:
     return lambda: [mock.patch.dict(TRANSITIONS[event], {phase: outcome})]  # type: ignore[arg-type]
 
 
-def _method(name: str, replacement: Callable[..., Any] | None = None) -> Patches:
+def _without(name: str) -> Patches:
     owner = UpdateLifecycle if hasattr(UpdateLifecycle, name) else PassGradients
-    return lambda: [mock.patch.object(owner, name, replacement or _nothing)]
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+    return lambda: [mock.patch.object(owner, name, return_value=None)]
 
 
 _REFUSED = Refusal("a mutant refuses this", then=Phase.FAILED)
@@ -134,84 +129,23 @@ UNOBSERVABLE: dict[tuple[Event, Phase], str] = {
     },
     (Event.UPDATE_FAILURE, Phase.BACKWARD): "step() is refused before it calls the optimizer",
     (Event.UPDATE_FAILURE, Phase.FAILED): "step() is refused before it calls the optimizer",
-    **{(Event.REDUCED, phase): "leads to what the form says, not to an entry of the table" for phase in Phase},
     **{(Event.REPLAY, phase): "happens under Join alone" for phase in Phase},
 }
 
-_on_remove, _on_step, _on_backward = UpdateLifecycle.on_remove, UpdateLifecycle.on_step, UpdateLifecycle.on_backward
-_hand_over, _note_zero_grad = PassGradients.hand_over, PassGradients.note_zero_grad
-
-
-def _step_notes_nothing(self: UpdateLifecycle, updated: Any = ()) -> None:
-    _on_step(self)
-
-
-def _remove_clears_nothing(self: UpdateLifecycle) -> None:
-    self.gradients.forget()
-    _on_remove(self)
-
-
-def _clears_on_zero_grad_alone(self: PassGradients) -> None:
-    self.reduced, self.applied = {}, {}
-
-
-def _skips_nothing(self: UpdateLifecycle, *, is_replay: bool, outcome: Phase | None = None) -> None:
-    _on_backward(self, is_replay=is_replay)
-
-
-def _hands_over_parts_to_be_read(self: PassGradients, *, parts: bool = False, allows_unscaling: bool = False) -> None:
-    _hand_over(self, parts=parts, allows_unscaling=allows_unscaling)
-    for parameter in self.reduced.values():
-        if parameter.grad is not None:
-            parameter.grad.is_readable = True  # type: ignore[attr-defined]
-
-
-METHODS: dict[str, Mutant] = {
-    "check_reduced dropped": Mutant(DEFERRED, _method("check_reduced"), 0),
-    "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), "forward backward set_lr:0.02 step"),
-    "gradients not handed over": Mutant(INTERLEAVED, _method("hand_over"), "forward backward edit:1 step"),
-    "parts that can be read": Mutant(SHARDED, _method("hand_over", _hands_over_parts_to_be_read), "forward backward"),
-    "writes let pass": Mutant(INTERLEAVED, _method("refuse"), "forward backward edit:1 step"),
-    "gradients that stay read-only after step()": Mutant(
-        INTERLEAVED, _method("take_back", PassGradients.note_left), "forward backward step edit:1 forward"
-    ),
-    "what the loop put in their place not seen": Mutant(
-        INTERLEAVED, _method("_refuse_replaced"), "forward backward ddp_zero_grad:T step"
-    ),
-    "a gradient that the loop keeps used again": Mutant(
-        INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.applied._REFERENCES", mock.ANY)],
-        "forward backward keep step",
-    ),
-    "what was updated in backward not noted": Mutant(INTERLEAVED, _method("note_applied"), 1),
-    "what was updated in step() not noted": Mutant(DEFERRED, _method("on_step", _step_notes_nothing), 0),
-    "what came in a bucket not noted": Mutant(DEFERRED, _method("note_reduced"), 0),
-    "a failing optimizer not noted": Mutant(
-        DEFERRED, _method("on_update_failure"), "forward backward failing_step step"
-    ),
-    "a failure not noted": Mutant(INTERLEAVED, _method("on_failure"), "forward failing_backward:first forward"),
-    "what was applied not cleared in forward": Mutant(
-        INTERLEAVED, _method("clear_applied", _clears_on_zero_grad_alone), "forward backward step forward"
-    ),
-    "gradients of a failed backward kept": Mutant(
-        INTERLEAVED, _method("clear_all"), "forward failing_backward:first forward"
-    ),
-    "an update made where it was skipped": Mutant(
-        INTERLEAVED, _method("on_backward", _skips_nothing), "forward skipped_backward zero_grad:T forward"
-    ),
-    "a learning rate changed before step() let pass": Mutant(
-        INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.applied._values", return_value={})],
-        "forward backward set_lr:0.02 step",
-    ),
-    "parameters changed before step() let pass": Mutant(
-        INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.applied.versions", lambda tensors: [0 for _ in tensors])],
-        "forward backward decay step",
-    ),
-    "applied gradients kept by remove()": Mutant(
-        INTERLEAVED, _method("on_remove", _remove_clears_nothing), "forward backward step remove"
-    ),
+# Of the methods that follow the table, each without effect: (form, what finds it).
+METHODS: dict[str, tuple[str, int | str]] = {
+    "check_reduced": (DEFERRED, 0),
+    "check_step": (INTERLEAVED, "forward backward set_lr:0.02 step"),
+    "hand_over": (INTERLEAVED, "forward backward edit:1 step"),
+    "refuse": (INTERLEAVED, "forward backward edit:1 step"),
+    "_refuse_replaced": (INTERLEAVED, "forward backward ddp_zero_grad:T step"),
+    "note_applied": (INTERLEAVED, 1),
+    "note_reduced": (DEFERRED, 0),
+    "on_update_failure": (DEFERRED, "forward backward failing_step step"),
+    "on_failure": (INTERLEAVED, "forward failing_backward:first forward"),
+    "clear_applied": (INTERLEAVED, "forward backward step forward"),
+    "clear_all": (INTERLEAVED, "forward failing_backward:first forward"),
+    "clear_for_good": (INTERLEAVED, "forward backward step remove"),
 }
 
 MUTANTS: dict[str, Mutant] = {
@@ -221,7 +155,7 @@ MUTANTS: dict[str, Mutant] = {
         )
         for (event, phase), (form, outcome, found_by) in ENTRIES.items()
     },
-    **METHODS,
+    **{f"{name} dropped": Mutant(form, _without(name), found_by) for name, (form, found_by) in METHODS.items()},
 }
 
 

@@ -58,7 +58,7 @@ def mixed_pair(ddp: Any) -> tuple[Any, Any]:
 
 
 # The pair, and the stages that update with it; tests/compositions has those in which both have one form.
-FORMS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], list[Stage]]]] = {
+FORMS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], list[Any]]]] = {
     "one deferred": (zero_pair, lambda m, a: [ZeroStep(m), ZeroStep(a, deferred=True)]),
     "gather in forward": (zero_pair, lambda m, a: [ZeroStep(m, gather="forward"), ZeroStep(a, gather="forward")]),
     "one automatic": (zero_pair, lambda m, a: [ZeroStep(m, automatic=True, deferred=True), ZeroStep(a)]),

@@ -201,7 +201,9 @@ def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
             each = [max(owned)] * world_size if stage.gather_wire and zero.partition == "element" else owned
             reduced += sum(_bytes(stage.reduce_wire, n) for other, n in enumerate(owned) if other != rank)
             gathered += (world_size - 1) * _bytes(stage.gather_wire, each[rank])
-        votes = (stage.error_feedback * len(cuts.passes[-1]) + stage.is_deferred) * (8 * (world_size - 1) // world_size)
+        votes = (stage.error_feedback * len(cuts.passes[-1]) + stage.form.is_deferred) * (
+            8 * (world_size - 1) // world_size
+        )
         labels = {label for label, _ in sent.bytes}
         assert labels == {"reduce_scatter", "all_gather", *(["all_reduce"] if votes else [])}
         assert sum(nbytes for _, nbytes in sent.bytes) == reduced + gathered + votes, name

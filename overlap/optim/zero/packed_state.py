@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_plain", "cloned", "fingerprint", "tensors_in"]
-
-# A fingerprint spells out tensors of up to so many elements; of larger ones it has a digest.
-_SPELLED_NUMEL = 4
+__all__ = ["as_plain", "cloned", "tensors_in"]
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -51,20 +47,3 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_mapped(item, function) for item in value)
     return function(value)
-
-
-def fingerprint(value: Any) -> str:
-    """A short text that is the same for equal values, of any rank."""
-    if isinstance(value, Tensor):
-        if value.numel() <= _SPELLED_NUMEL:
-            return f"{value.tolist()} ({value.dtype})"
-        memory = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return f"{tuple(value.shape)} ({value.dtype}, digest {hashlib.sha256(memory).hexdigest()[:12]})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {fingerprint(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        items = ", ".join(map(fingerprint, value))
-        return f"[{items}]" if isinstance(value, list) else f"({items})"
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        return repr(value)
-    return type(value).__name__

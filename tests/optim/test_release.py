@@ -1,0 +1,540 @@
+"""Released gradients: no bit of any update changes, no memory is kept, and none is released that somebody reads.
+
+A matrix runs in one world of ranks and names the cell that fails. Random loops are in ``lifecycle``, others in the
+corpus of loops.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.measuring import MemoryMeter
+from harness import assert_parity, plain_step, run_ranks, train, wrap
+from harness.models import CASES, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
+from overlap import (
+    AllReduce,
+    ClipGradNorm,
+    ConfigurationError,
+    Int4,
+    Int8,
+    OverlappedOptimizer,
+    PeerError,
+    PowerSGD,
+    Quantize,
+    SkipNonFinite,
+    Stage,
+    Step,
+    TrainingLoopError,
+    UnsupportedError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    as_hook,
+    chain,
+)
+from overlap.hooks.engine.registration import registration_of
+from overlap.hooks.stage import walk
+from overlap.optim.release import GradientRelease
+from overlap.optim.update import Update
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+FORMS = ("interleaved", "automatic", "zero", "zero in forward", "zero by parameter", "zero automatic")
+RELEASED = {"release_gradients": True}
+
+
+def release_of(ddp: Any) -> GradientRelease:
+    """What gives back the memory of a registered model's gradients: one for all of its updates."""
+    registration = registration_of(ddp)
+    assert registration is not None
+    found = {stage.release for stage in walk(registration.stage) if isinstance(stage, Update)} - {None}
+    (release,) = found
+    assert release is not None
+    return release
+
+
+def held_bytes(ddp: Any) -> list[int]:
+    """The memory of each of DDP's buckets that have been seen."""
+    return [memory._storage.nbytes() for memory in release_of(ddp)._memories.values()]
+
+
+def is_released(ddp: Any) -> bool:
+    """Whether DDP's buckets have no memory, once the backend drops the tensors of collectives that are done."""
+    release, deadline_s = release_of(ddp), time.monotonic() + 5
+    while any(held_bytes(ddp)) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+        with release._lock:
+            release._empty_done()  # As the next forward does.
+    return bool(held_bytes(ddp)) and not any(held_bytes(ddp))
+
+
+def wrapped(case: Case = MLP, **options: Any) -> Any:
+    return wrap(case.model(), **{**case.ddp_options(), "gradient_as_bucket_view": True, **options})
+
+
+def registered(form: str, ddp: Any, make: Any = SGD, **options: Any) -> Any:
+    """What the loop holds, with an update in that form registered; ``options`` are the stage's."""
+    if form.startswith("zero"):
+        partition = "parameter" if "parameter" in form else "element"
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), make.func, partition=partition, **make.keywords)
+        gather = "forward" if "forward" in form else "backward"
+        chain(ZeroStep(zero, gather=gather, automatic="automatic" in form, **options)).register(ddp)
+        return zero
+    plain = make(ddp.parameters())
+    optimizer = plain if "automatic" in form else OverlappedOptimizer(plain)
+    chain(AllReduce(), Step(optimizer, **options)).register(ddp)
+    return optimizer
+
+
+def settle(optimizer: Any) -> None:
+    if hasattr(optimizer, "wait"):
+        optimizer.wait()
+
+
+def has_gradient(parameter: Any) -> bool:
+    """Whether there are values; a gradient that was released is a stand-in without."""
+    return getattr(parameter.grad, "plain", parameter.grad) is not None
+
+
+def backward(ddp: Any, step: int, rank: int, case: Case = MLP) -> None:
+    mean_squared_error(ddp, case.batch(step, rank)).backward()
+
+
+def trains(ddp: Any, optimizer: Any, rank: int, steps: range, case: Case = MLP) -> None:
+    for step in steps:
+        backward(ddp, step, rank, case)
+        if not isinstance(optimizer, torch.optim.SGD):  # That of the automatic form.
+            optimizer.step()
+        settle(optimizer)
+
+
+# Parity, and memory.
+
+
+def _step(ddp: Any, optimizer: Any, batch: Any, loss_of: Any, *, form: str) -> Tensor:
+    """The loop without ``zero_grad``; looks whether there is anything to release, and whether it has gone."""
+    loss: Tensor = loss_of(ddp, batch)
+    loss.backward()
+    assert not any(map(has_gradient, ddp.parameters())) and is_released(ddp)
+    if "automatic" not in form:
+        optimizer.step()
+    settle(optimizer)
+    if form.startswith("zero"):
+        optimizer.consolidate_state_dict(to=None)
+    return loss
+
+
+CELLS: dict[str, list[tuple[str, Case, dict[str, Any]]]] = {
+    "every form": [(form, MLP, {}) for form in FORMS],
+    "every model": [(form, case, {}) for form in ("interleaved", "zero") for case in CASES if case is not MLP],
+    "every kind of DDP": [
+        (form, MLP, {option: True})
+        for form in ("interleaved", "zero")
+        for option in ("static_graph", "find_unused_parameters")
+    ],
+}
+
+
+def _equal(rank: int, world_size: int, cells: str) -> None:
+    for form, case, options in CELLS[cells]:
+        for make in (SGD, functools.partial(ADAMW, foreach=case.name != "dtypes")):
+            batches = case.batches(rank, steps=6)
+            reference = wrapped(case, **options)
+            expected = train(reference, make(reference.parameters()), batches, step_fn=plain_step)
+            ddp = wrapped(case, **options)
+            optimizer = registered(form, ddp, make, **RELEASED)
+            found = train(ddp, optimizer, batches, step_fn=functools.partial(_step, form=form))
+            assert len(held_bytes(ddp)) >= 2, "parity over one bucket shows little"
+            assert_parity(found, expected, what=f"{form}, {case}, {options}, rank {rank}")
+
+
+@pytest.mark.parametrize("cells", CELLS)
+def test_updates_equal_plain_ddps(cells: str) -> None:
+    run_ranks(_equal, 2, cells, timeout_s=120)
+
+
+def _sharded(ddp: Any, *before: Stage, **options: Any) -> tuple[Any, list[Stage]]:
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
+    return zero, [*before, ZeroStep(zero, **options)]
+
+
+def _replicated(ddp: Any, *before: Stage, **options: Any) -> tuple[Any, list[Stage]]:
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    return optimizer, [*before, Step(optimizer, **options)]
+
+
+CHAINS: dict[str, Callable[..., tuple[Any, list[Stage]]]] = {
+    "4 bits, feedback": lambda ddp, **o: _replicated(ddp, Quantize(Int4(), error_feedback=True), **o),
+    "factors": lambda ddp, **o: _replicated(ddp, PowerSGD(rank=1, min_compression_rate=1.0), **o),
+    "skipping": lambda ddp, **o: _replicated(ddp, AllReduce(), SkipNonFinite(), **o),
+    "wires": lambda ddp, **o: _sharded(ddp, reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True, **o),
+    "clipped, skipping": lambda ddp, **o: _sharded(ddp, ClipGradNorm(0.05), SkipNonFinite(), **o),
+}
+
+
+def _chains(rank: int, world_size: int) -> None:
+    for name, build in CHAINS.items():
+        found = []
+        for options in ({}, RELEASED):
+            torch.manual_seed(0)
+            ddp = wrapped()
+            optimizer, stages = build(ddp, **options)
+            chain(*stages).register(ddp)
+            trains(ddp, optimizer, rank, range(6))
+            found.append([parameter.detach().clone() for parameter in ddp.parameters()])
+        assert is_released(ddp), name
+        assert_parity(found[1], found[0], what=name)
+
+
+def test_a_chain_is_the_same() -> None:
+    run_ranks(_chains, 2)
+
+
+def _in_part(rank: int, world_size: int) -> None:
+    """A bucket with a parameter that no update has, or one that releases nothing, is kept and stays readable."""
+    ddp = wrapped()
+    *most, weight, bias = ddp.parameters()
+    both = OverlappedOptimizer(SGD(most[:-1])), OverlappedOptimizer(ADAMW([weight, bias]))
+    chain(AllReduce(), Step(both[0], **RELEASED), Step(both[1])).register(ddp)
+    for step in range(4):
+        most[-1].grad = None
+        backward(ddp, step, rank)
+        assert most[-1].grad.any() and weight.grad.any()
+        assert step == 0 or not has_gradient(most[0])
+        for optimizer in both:
+            optimizer.step()
+    kept = [each for each in held_bytes(ddp) if each]
+    assert 1 <= len(kept) <= 3 < len(held_bytes(ddp))
+
+
+def test_what_no_update_releases_is_kept() -> None:
+    run_ranks(_in_part, 2)
+
+
+def _peak(form: str, width: int, **options: Any) -> int:
+    torch.manual_seed(0)
+    meter = MemoryMeter(torch.device("cpu"))
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(_LAYERS)))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
+    optimizer = registered(form, ddp, SGD, **options)
+    for layer in model:  # Computing takes longer than reducing, as in models of use.
+        layer.bias.register_hook(lambda gradient: time.sleep(0.02))
+    inputs = torch.randn(4, width)
+    for step in range(4):
+        if step == 2:  # The first pass has one bucket, and the second is the first that has others.
+            Path("/proc/self/clear_refs").write_text("5")  # The recorded peak is what is resident now.
+        ddp(inputs).square().mean().backward()
+        optimizer.step()
+        settle(optimizer)
+    return meter.peak_bytes()
+
+
+_WIDTH, _LAYERS = 512, 32
+
+
+def _saved(rank: int, world_size: int, form: str) -> int:
+    for options in ({}, RELEASED):
+        _peak(form, 16, **options)  # What is imported at first use counts for nobody.
+    torch.set_num_threads(1)
+    return _peak(form, _WIDTH) - _peak(form, _WIDTH, **RELEASED)
+
+
+@pytest.mark.parametrize("form", ["interleaved", "zero"])
+def test_gradients_do_not_add_to_the_peak(form: str) -> None:
+    model_bytes = _LAYERS * (_WIDTH * _WIDTH + _WIDTH) * 4
+    for saved in run_ranks(_saved, 2, form):
+        # Of the gradients all but a few buckets, of which the model has 32.
+        assert saved > model_bytes * 0.4, f"{saved / 2**20:.0f} of {model_bytes / 2**20:.0f} MiB"
+
+
+# Which buckets get memory, and when.
+
+
+def _local_gradients(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "zero"):
+        for case in (MLP, UNUSED_ON_SOME_RANKS):
+            ddp = wrapped(case)
+            optimizer = registered(form, ddp, **RELEASED)
+            trains(ddp, optimizer, rank, range(3), case)
+            for start in (3, 6):
+                for step in range(start, start + 2):
+                    with ddp.no_sync():
+                        backward(ddp, step, rank, case)
+                    assert is_released(ddp), f"{form}, {case}: gradients under no_sync are not in the buckets"
+                    assert any(parameter.grad is not None for parameter in ddp.parameters())
+                trains(ddp, optimizer, rank, range(start + 2, start + 3), case)
+
+
+def test_a_backward_under_no_sync_fills_no_bucket() -> None:
+    run_ranks(_local_gradients, 2)
+
+
+def _loss(ddp: Any, step: int, rank: int) -> Tensor:
+    loss: Tensor = mean_squared_error(ddp, MLP.batch(step, rank))
+    return loss
+
+
+def _directly(ddp: Any, step: int, rank: int) -> Tensor:
+    batch = MLP.batch(step, rank)
+    return torch.nn.functional.mse_loss(ddp.forward(*batch.inputs), batch.target)
+
+
+def _another_between(ddp: Any, step: int, rank: int) -> Tensor:
+    loss = _loss(ddp, step, rank)
+    with torch.no_grad():
+        _loss(ddp, step + 1, rank)
+    return loss
+
+
+def _local_between(ddp: Any, step: int, rank: int) -> Tensor:
+    loss = _loss(ddp, step, rank)
+    with ddp.no_sync():
+        _loss(ddp, step + 1, rank)
+    return loss
+
+
+def _module_between(ddp: Any, step: int, rank: int) -> Tensor:
+    torch.autograd.grad(ddp.module(*MLP.batch(step, rank).inputs).sum(), list(ddp.parameters()))
+    return _loss(ddp, step, rank)
+
+
+def _synchronized_after_all(rank: int, world_size: int) -> None:
+    """Forwards of which the registration is not notified, and others between a forward and its backward."""
+    for loss in (_directly, _another_between, _local_between, _module_between):
+        found = []
+        for options in ({}, RELEASED):
+            ddp = wrapped()
+            optimizer = registered("interleaved", ddp, **options)
+            for step in range(5):
+                loss(ddp, step, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([parameter.detach().clone() for parameter in ddp.parameters()])
+        assert is_released(ddp), loss.__name__
+        assert_parity(found[1], found[0], what=loss.__name__)
+
+
+def test_whatever_forward_a_synchronized_backward_has_its_buckets_are_filled() -> None:
+    run_ranks(_synchronized_after_all, 2)
+
+
+# Failures and ends.
+
+
+def _fails(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "zero in forward"):
+        ddp = wrapped()
+        optimizer = registered(form, ddp, **RELEASED)
+        trains(ddp, optimizer, rank, range(3))
+        registration = registration_of(ddp)
+        assert registration is not None
+        update = type(registration.stage.sequence[-1])
+
+        async def broken(self: Any, bucket: Any, original: Any = update.__call__) -> None:
+            if bucket.index == 2 and rank == 1:
+                raise ValueError("broken on purpose")
+            await original(self, bucket)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(update, "__call__", broken)
+            with pytest.raises((ValueError, PeerError), match="broken on purpose"):
+                backward(ddp, 3, rank)
+        trains(ddp, optimizer, rank, range(4, 7))
+        gc.collect()  # The exception refers to its frames, and they to it.
+        trains(ddp, optimizer, rank, range(7, 8))
+        assert is_released(ddp), form
+        memories = list(release_of(ddp)._memories.values())
+        registration.remove()
+        assert not any(memory.is_empty for memory in memories)
+        assert not any(parameter._backward_hooks for parameter in ddp.parameters())
+
+
+def test_a_model_trains_on_after_a_failure_and_is_as_before_when_the_registration_is_removed() -> None:
+    run_ranks(_fails, 2)
+
+
+def _collected(rank: int, world_size: int) -> None:
+    """Also between backward and step(), where gradients are read-only."""
+    for form in FORMS:
+        for options in ({}, RELEASED):
+            ddp = wrapped()
+            optimizer = registered(form, ddp, **options)
+            trains(ddp, optimizer, rank, range(2))
+            backward(ddp, 2, rank)
+            settle(optimizer)
+            parameter = weakref.ref(next(ddp.parameters()))
+            kept = next(ddp.parameters()).grad if options else None  # Without, it would be a view of DDP's bucket.
+            del ddp, optimizer
+            for _ in range(100):  # The worker may be at the end of the last backward.
+                gc.collect()
+                if parameter() is None:
+                    break
+                time.sleep(0.05)
+            assert parameter() is None, f"{form}, {options}"
+            if kept is not None:
+                with pytest.raises(TrainingLoopError, match="of a model that no longer exists"):
+                    kept.sum()
+            torch.distributed.barrier()
+
+
+def test_a_model_is_collected_whatever_its_gradients_are() -> None:
+    run_ranks(_collected, 2)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("options", [{"deferred": True}, {"clip_grad_norm": 1.0}], ids=str)
+def test_an_update_that_needs_all_gradients_is_refused(options: dict[str, Any]) -> None:
+    optimizer = OverlappedOptimizer(SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(ConfigurationError, match="needs all gradients before the first update"):
+        Step(optimizer, release_gradients=True, **options)
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, dtype=torch.complex64)
+
+
+def _registration_is_refused(rank: int, world_size: int) -> None:
+    for ddp, error, match in (
+        (wrap(_Complex(), gradient_as_bucket_view=True), UnsupportedError, r"inner\.weight is torch\.complex64"),
+        (wrap(MLP.model()), ConfigurationError, "gradient_as_bucket_view=True"),
+    ):
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        replicated = AllReduce(), Step(OverlappedOptimizer(SGD(ddp.parameters())), **RELEASED)
+        for stages in (replicated, (ZeroStep(zero, **RELEASED),)):
+            with pytest.raises(error, match=match):
+                chain(*stages).register(ddp)
+        chain(ZeroStep(zero)).register(ddp)
+    ddp = wrapped()
+    ddp.register_comm_hook(None, as_hook(chain(AllReduce(), Step(SGD(ddp.parameters()), **RELEASED))))
+    with pytest.raises(ConfigurationError, match="has to know the model's parameters"):
+        backward(ddp, 0, rank)
+
+
+def test_a_model_whose_gradients_cannot_be_released_is_refused() -> None:
+    run_ranks(_registration_is_refused, 2)
+
+
+# Memory in use is not released.
+
+
+class _Borrower:
+    def __init__(self, parameter: Any) -> None:
+        self.tensor = torch.zeros_like(parameter, requires_grad=True)
+        self.tensor.grad = parameter.grad
+
+
+KEEPERS: dict[str, Callable[[Any], Any]] = {
+    "bucket": lambda bucket: bucket,
+    "gradients": lambda bucket: bucket.gradients,
+    "a part": lambda bucket: bucket.buffer[:3],
+    "in .grad of another": lambda bucket: _Borrower(bucket.parameters[0]),
+}
+
+
+def _tensors(kept: Any) -> Iterator[Tensor]:
+    kept = kept.tensor.grad if isinstance(kept, _Borrower) else getattr(kept, "buffer", kept)
+    yield from kept if isinstance(kept, tuple) else [kept]
+
+
+def _is_same(ddp: Any) -> bool:
+    first = next(ddp.parameters()).detach()
+    gathered = [torch.empty_like(first) for _ in range(2)]
+    torch.distributed.all_gather(gathered, first)
+    return torch.equal(*gathered)
+
+
+def _kept_in_a_stage(rank: int, world_size: int) -> None:
+    for what, keep in KEEPERS.items():
+        for when in (0, 1, 3):
+            kept: list[Any] = []
+
+            def stage(bucket: Any, keep: Any = keep, when: int = when, kept: list[Any] = kept) -> None:
+                assert bucket.raw is None, "DDP's own object, whose tensors do not count, is not given away"
+                if bucket.step == when and bucket.index == 0:
+                    kept.append(keep(bucket))
+
+            ddp = wrapped()
+            optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+            chain(AllReduce(), stage, Step(optimizer, **RELEASED)).register(ddp)
+            for step in range(when + 2):
+                trains(ddp, optimizer, rank, range(step, step + 1))
+                # A crash where its memory was released.
+                assert all(math.isfinite(float(tensor.sum())) for one in kept for tensor in _tensors(one)), what
+            assert not when or any(held_bytes(ddp)), f"{what} of step {when}: the memory of one bucket is in use"
+            kept.clear()
+            trains(ddp, optimizer, rank, range(when + 2, when + 5))
+            assert is_released(ddp) and _is_same(ddp), f"{what} of step {when}: released again when nobody keeps it"
+
+
+def test_a_bucket_that_a_stage_keeps_has_its_memory_until_it_is_dropped() -> None:
+    run_ranks(_kept_in_a_stage, 2)
+
+
+def _kept_by_a_loop(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "zero"):
+        ddp = wrapped()
+        optimizer = registered(form, ddp, **RELEASED)
+        trains(ddp, optimizer, rank, range(3))
+        with optimizer.skip_update():
+            backward(ddp, 3, rank)
+        kept = list(ddp.parameters())[2].grad
+        optimizer.zero_grad()  # The backward is thrown away, what was kept of it is not.
+        trains(ddp, optimizer, rank, range(4, 6))
+        assert form == "zero" or bool(torch.isfinite(kept).all())
+        del kept
+        trains(ddp, optimizer, rank, range(6, 9))
+        assert is_released(ddp) and _is_same(ddp)
+
+
+def test_a_gradient_that_a_loop_keeps_has_its_memory_until_it_is_dropped() -> None:
+    run_ranks(_kept_by_a_loop, 2)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, inputs: Tensor, uses_second: bool) -> Tensor:
+        hidden = self.first(inputs)
+        return (self.second(hidden) if uses_second else hidden).square().mean()
+
+
+def _unused_on_one_rank(rank: int, world_size: int) -> None:
+    results = []
+    for releases in (False, True):
+        torch.manual_seed(0)
+        ddp = wrap(_Branches(), gradient_as_bucket_view=True, find_unused_parameters=True, bucket_cap_mb=0.0005)
+        optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+        chain(AllReduce(), Step(optimizer, release_gradients=releases)).register(ddp)
+        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+        for step in range(4):
+            if step % 2:
+                with optimizer.skip_update():
+                    ddp(inputs, rank == 1).backward()
+                # The mean came in a backward without an update, so it is there for step().
+                assert ddp.module.second.weight.grad is not None
+            else:
+                ddp(inputs, True).backward()
+            optimizer.step()
+        results.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_the_mean_of_what_this_rank_has_not_used_is_not_released_before_it_is_applied() -> None:
+    run_ranks(_unused_on_one_rank, 2)
