@@ -37,7 +37,7 @@ _VARIANTS = (
 # Model, batch of each rank, bandwidth of each rank's link.
 _STEPS = {
     "cuda": (("resnet50-224", 128, "100gbit"), ("gpt-350m", 8, "100gbit"), ("gpt-350m", 8, "25gbit")),
-    "cpu": (("gpt-small", 4, "1gbit"),),
+    "cpu": (("mlp", 4, "1gbit"),),
 }
 
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("overlap-gpu"), help="of the report")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it")
     parser.add_argument("--variants", default=",".join(_VARIANTS), metavar="A,B,...", help="whose steps are timed")
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks whose name contains it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="scenarios whose name contains it")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; the dry run is: make gpu DEVICE=cpu")

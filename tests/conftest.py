@@ -1,19 +1,10 @@
-"""What every test session needs: a reason to skip GPU tests, and a fork server for the ranks."""
+"""A fork server for the ranks of a test session."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from harness import run_ranks, start_server
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a GPU")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -62,48 +62,9 @@ def _destroy(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _gathered_in_backward(rank: int) -> None:
-    _Training(gather="backward")
-    dist.destroy_process_group()
-
-
-def _kept(rank: int) -> None:
-    global kept
-    kept = _Training()
-    dist.destroy_process_group()
-
-
 def _kept_by_a_cycle(rank: int) -> None:
     training: Any = _Training()
     training.itself = training
-
-
-def _nothing(rank: int) -> None:
-    _Training()
-
-
-def _wait(rank: int) -> None:
-    _Training().zero.wait()
-
-
-def _wait_and_destroy(rank: int) -> None:
-    _Training().zero.wait()
-    dist.destroy_process_group()
-
-
-def _remove(rank: int) -> None:
-    _Training().registration.remove()
-
-
-def _remove_and_destroy(rank: int) -> None:
-    _Training().registration.remove()
-    dist.destroy_process_group()
-
-
-def _destroy_and_remove(rank: int) -> None:
-    training = _Training()
-    dist.destroy_process_group()
-    training.registration.remove()
 
 
 def _destroy_and_wait(rank: int) -> None:
@@ -139,12 +100,6 @@ def _exit(rank: int) -> None:
     sys.exit(_EXITED)
 
 
-def _one_rank_is_late(rank: int) -> None:
-    _Training()
-    time.sleep(0.3 * rank)
-    dist.destroy_process_group()
-
-
 def _stepped() -> tuple[DistributedDataParallel, Registration]:
     ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters()))
@@ -153,11 +108,6 @@ def _stepped() -> tuple[DistributedDataParallel, Registration]:
         ddp(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
     return ddp, registration
-
-
-def _step(rank: int) -> None:
-    _stepped()
-    dist.destroy_process_group()
 
 
 def _step_and_nothing(rank: int) -> None:
@@ -177,7 +127,7 @@ def _beside_plain(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _average_in_flight(rank: int) -> None:
+def _average_in_flight_and_destroy(rank: int) -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(512, 512))
     local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2, start_step=0, overlap=True)
     for _ in range(4):
@@ -185,10 +135,6 @@ def _average_in_flight(rank: int) -> None:
         ddp(torch.randn(4, 512)).square().mean().backward()
         local.step()
     assert local.averager.pending is not None
-
-
-def _average_in_flight_and_destroy(rank: int) -> None:
-    _average_in_flight(rank)
     dist.destroy_process_group()
 
 
@@ -201,26 +147,15 @@ def _quantized(rank: int) -> None:
 
 ENDS: dict[str, tuple[Loop, int]] = {
     "destroy_process_group": (_destroy, 0),
-    "destroy_process_group, gathered in backward": (_gathered_in_backward, 0),
-    "destroy_process_group, kept in a global": (_kept, 0),
     "nothing, kept in a cycle": (_kept_by_a_cycle, 0),
-    "nothing": (_nothing, 0),
-    "wait": (_wait, 0),
-    "wait, destroy_process_group": (_wait_and_destroy, 0),
-    "remove": (_remove, 0),
-    "remove, destroy_process_group": (_remove_and_destroy, 0),
-    "destroy_process_group, remove": (_destroy_and_remove, 0),
     "destroy_process_group, wait": (_destroy_and_wait, 0),
     "between backward and step": (_before_step, 0),
     "an exception": (_raise, _RAISED),
     "an exception in backward": (_raise_in_backward, _RAISED),
     "sys.exit": (_exit, _EXITED),
-    "one rank later than the other": (_one_rank_is_late, 0),
-    "Step": (_step, 0),
     "Step, nothing": (_step_and_nothing, 0),
     "remove, plain DDP, destroy_process_group": (_removed_then_plain, 0),
     "beside plain DDP, destroy_process_group": (_beside_plain, 0),
-    "an average in flight": (_average_in_flight, 0),
     "an average in flight, destroy_process_group": (_average_in_flight_and_destroy, 0),
     "auto_quantize": (_quantized, 0),
 }

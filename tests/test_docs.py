@@ -145,14 +145,6 @@ def _free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-PLAIN = re.compile(r"\brid(?:e|es|ing)\b|second face|straight-line async|with nothing new", re.IGNORECASE)
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=_name)
-def test_words_are_plain(page: Path) -> None:
-    assert not PLAIN.search(page.read_text())
-
-
 def test_the_front_page_and_the_first_guide_show_the_smallest_example_whole() -> None:
     program = (ROOT / "examples" / "train.py").read_text().split("\n\n", 1)[1]
     assert f"```python\n# torchrun --nproc-per-node 2 train.py\n{program}```" in (ROOT / "README.md").read_text()

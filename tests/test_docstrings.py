@@ -6,7 +6,6 @@ import doctest
 import importlib
 import inspect
 import pkgutil
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ PACKAGES = [
     "overlap.activations",
     "overlap.quantized",
 ]
-PUBLIC = [overlap, overlap.hooks, overlap.optim, overlap.join]
 
 
 def _modules() -> list[str]:
@@ -79,13 +77,3 @@ def test_other_examples_run(name: str) -> None:
         if test.examples and id(getattr(module, test.name.rpartition(".")[2], None)) not in public
     ]
     assert _failures(tests, {}) == []
-
-
-@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
-def test_everything_public_is_documented(module: ModuleType) -> None:
-    undocumented = [
-        name
-        for name in module.__all__
-        if (inspect.isclass(public := getattr(module, name)) or inspect.isfunction(public)) and not public.__doc__
-    ]
-    assert not undocumented

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from harness import run_ranks
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
-
-# Runs examples one after another in one process, which can join a group from the environment only once.
-_PLAY = """
-import contextlib, io, json, runpy, sys
-import torch.distributed as dist
-sys.path.insert(0, {folder!r})
-dist.init_process_group("gloo")
-leave = dist.destroy_process_group
-dist.init_process_group = dist.destroy_process_group = lambda *backend: None
-printed = []
-for example, *arguments in {runs!r}:
-    sys.argv = [example, *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        runpy.run_path({folder!r} + "/" + example, run_name="__main__")
-    printed.append(out.getvalue())
-if dist.get_rank() == 0:
-    with open({into!r}, "w") as file:
-        json.dump(printed, file)
-leave()
-"""
 
 _QUICK = "transformer.py --layers 2 --steps 10 --update"
 RUNS = {
@@ -56,28 +46,41 @@ RUNS = {
 }
 
 
+def _run(rank: int, world_size: int, runs: list[list[str]]) -> list[str]:
+    """What each of the runs of a script prints, one after another in a group that is there already."""
+    warnings.resetwarnings()
+    sys.path.insert(0, str(EXAMPLES))
+    os.environ.update(MPLBACKEND="Agg", LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group = dist.destroy_process_group = lambda *backend: None
+    printed = []
+    for sys.argv in runs:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        printed.append(out.getvalue())
+    return printed
+
+
+def _on_two_ranks(*runs: list[str]) -> list[str]:
+    """What rank 0 prints."""
+    return run_ranks(_run, 2, list(runs), timeout_s=170)[0]
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What rank 0 of two prints in each of the runs."""
     folder = tmp_path_factory.mktemp("examples")
-    runs = [run.format(folder=folder).split() for run in RUNS.values()]
-    program = _PLAY.format(folder=str(EXAMPLES), runs=runs, into=str(folder / "printed.json"))
-    (folder / "play.py").write_text(program)
-    _torchrun(folder / "play.py")
-    return dict(zip(RUNS, json.loads((folder / "printed.json").read_text()), strict=True))
+    runs = [f"{EXAMPLES}/{run.format(folder=folder)}".split() for run in RUNS.values()]
+    return dict(zip(RUNS, _on_two_ranks(*runs), strict=True))
 
 
-def _torchrun(program: Path) -> str:
-    """What two ranks of ``program`` print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+def test_the_program_of_the_front_page_learns_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "train.py")], env=environment, check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_program_of_the_front_page_learns_on_two_ranks() -> None:
-    losses = [float(loss) for _, loss in re.findall(r"step (\d+): loss (\S+)", _torchrun(EXAMPLES / "train.py"))]
+    losses = [float(loss) for _, loss in re.findall(r"step (\d+): loss (\S+)", done.stdout)]
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
 
 
@@ -114,30 +117,36 @@ def test_diloco_says_what_it_saves(printed: dict[str, str]) -> None:
     assert re.search(r"^DiLoCo, 8 bits: \S+ kB a step", printed["diloco.py"], re.MULTILINE)
 
 
-def test_every_example_explains_its_options() -> None:
-    program = """
-import contextlib, runpy, sys
-for example in sys.argv[1:]:
-    sys.argv = [example, "--help"]
-    with contextlib.suppress(SystemExit):
-        runpy.run_path(example, run_name="__main__")
-"""
-    examples = sorted({str(EXAMPLES / run.partition(" ")[0]) for run in RUNS.values()})
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT)]), "COLUMNS": "200"}
-    command = [sys.executable, "-c", program, *examples]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert len(examples) == 5
-    assert all(f"torchrun --nproc-per-node 2 examples/{Path(path).name}" in shown for path in examples)
-    assert shown.count("--checkpoint CHECKPOINT") >= 5
+@pytest.mark.parametrize("example", sorted({run.partition(" ")[0] for run in RUNS.values()}))
+def test_every_example_explains_its_options(
+    example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [example, "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert f"torchrun --nproc-per-node 2 examples/{example}" in shown
+    assert "--checkpoint CHECKPOINT" in shown
 
 
-def test_the_notebook_runs(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With ranks that are forked in the place of torchrun's."""
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
-    environment = {**os.environ, "MPLBACKEND": "Agg", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", "\n".join(cells)]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=150).stdout
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        assert command[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        return SimpleNamespace(stdout=_on_two_ranks(command[5:])[0], returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    exec("\n".join(cells), {"__name__": "notebook"})
+    shown = capsys.readouterr().out
     assert shown.count("the same in every bit: True") == 2
     first, then = re.findall(r"steps (\d+) to \d+: loss (\S+)", shown)
     assert (first[0], then[0]) == ("0", "5") and float(then[1]) < float(first[1])

@@ -86,22 +86,10 @@ def _zero() -> Loop:
     return ddp, zero, None
 
 
-def _zero_without_hooks() -> Loop:
-    ddp = _model()
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    return ddp, zero, zero.step
-
-
 def _local() -> Loop:
     ddp = _model()
     local = LocalSGD(ddp, SGD(ddp.parameters()), period=2)
     return ddp, local, local.step
-
-
-def _post_local() -> Loop:
-    ddp = _model()
-    optimizer = PostLocalSGDOptimizer(SGD(ddp.parameters()), PeriodicModelAverager(period=2))
-    return ddp, optimizer, optimizer.step
 
 
 def _averager() -> Loop:
@@ -111,10 +99,15 @@ def _averager() -> Loop:
     return ddp, optimizer, lambda: averager.average_parameters(ddp.parameters())
 
 
-LOOPS = (_interleaved, _deferred, _zero, _zero_without_hooks, _local, _post_local, _averager)
+LOOPS = (_interleaved, _deferred, _zero, _local, _averager)
 
 
-def _goes_on(rank: int, world_size: int, make: Callable[[], Loop]) -> None:
+def _go_on(rank: int, world_size: int) -> None:
+    for make in LOOPS:
+        _goes_on(rank, make)
+
+
+def _goes_on(rank: int, make: Callable[[], Loop]) -> None:
     graphs = _Graphs()
 
     def train(*, tries: bool) -> list[list[torch.Tensor]]:
@@ -141,9 +134,8 @@ def _refused(graphs: _Graphs, function: Callable[[], Any]) -> None:
         function()
 
 
-@pytest.mark.parametrize("make", LOOPS, ids=lambda make: make.__name__.strip("_"))
-def test_a_loop_goes_on_behind_a_capture_that_was_refused(make: Callable[[], Loop]) -> None:
-    run_ranks(_goes_on, 2, make)
+def test_loops_go_on_behind_a_capture_that_was_refused() -> None:
+    run_ranks(_go_on, 2)
 
 
 def _others(rank: int, world_size: int) -> None:
@@ -172,7 +164,7 @@ def test_hooks_joins_and_offloading_are_refused_in_a_capture() -> None:
     run_ranks(_others, 2)
 
 
-def _graphs_of_the_model(rank: int, world_size: int, sharded: bool) -> None:
+def _graphs_of_the_model(rank: int, world_size: int) -> None:
     """Captures what the compiler makes of the model, as ``mode="reduce-overhead"`` does."""
     graphs = _Graphs()
 
@@ -191,15 +183,9 @@ def _graphs_of_the_model(rank: int, world_size: int, sharded: bool) -> None:
         # Large enough for several of the smallest buckets that the compiler's splitting takes.
         module: Any = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
         ddp: Any = DistributedDataParallel(torch.compile(module, backend=backend), bucket_cap_mb=1)
-        if not overlapped:
-            optimizer: Any = SGD(ddp.parameters())
-        elif sharded:
-            optimizer = ZeroRedundancyOptimizer(
-                ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=True
-            )
-            chain(ZeroStep(optimizer)).register(ddp)
-        else:
-            optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+        optimizer: Any = SGD(ddp.parameters())
+        if overlapped:
+            optimizer = OverlappedOptimizer(optimizer)
             chain(AllReduce(), Step(optimizer)).register(ddp)
         record = []
         for step in range(4):
@@ -216,9 +202,8 @@ def _graphs_of_the_model(rank: int, world_size: int, sharded: bool) -> None:
     assert graphs.captured >= 2 * 4
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["Step", "ZeroStep"])
-def test_graphs_of_the_models_own_parts_are_no_capture_of_a_chain(sharded: bool) -> None:
-    run_ranks(_graphs_of_the_model, 2, sharded)
+def test_graphs_of_the_models_own_parts_are_no_capture_of_a_chain() -> None:
+    run_ranks(_graphs_of_the_model, 2)
 
 
 def test_a_device_that_is_not_in_use_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,14 +38,16 @@ def test_a_chain_with_a_step_imports_no_compiler_and_nothing_that_only_commands_
     assert len([name for name in added if not name.startswith("overlap")]) < 40
 
 
-def test_help_of_the_command_line_does_without_pytorch() -> None:
+def test_help_of_the_command_line_does_without_pytorch_and_that_of_the_demo_without_its_extras() -> None:
     program = (
-        "import sys; from overlap.cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: print('torch' in sys.modules)"
+        "import contextlib, sys; from overlap.cli import main\n"
+        "for argv in (['--help'], ['demo', '--help']):\n"
+        "    with contextlib.suppress(SystemExit): main(argv)\n"
+        "    print(*sorted({'torch', 'torchvision', 'sklearn', 'matplotlib'} & sys.modules.keys()), file=sys.stderr)"
     )
     shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert shown.stdout.splitlines()[-1] == "False"
+    without, with_demo = shown.stderr.splitlines()
+    assert without == "" and with_demo in ("", "torch")
 
 
 def test_lazy_names_are_those_that_type_checkers_see() -> None:

@@ -26,26 +26,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def names(wheel: Path) -> list[str]:
-    """The files in the wheel."""
-    return zipfile.ZipFile(wheel).namelist()
-
-
-def test_the_wheel_holds_overlap_alone(names: list[str]) -> None:
+def test_the_wheel_holds_all_of_overlap_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"overlap", f"ddp_overlap-{overlap.__version__}.dist-info"}
-
-
-def test_the_wheel_holds_every_module(names: list[str]) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "overlap").rglob("*.py")}
     assert modules == {name for name in names if name.endswith(".py")}
-
-
-def test_the_wheel_holds_every_command(names: list[str]) -> None:
     assert {f"{module.replace('.', '/')}.py" for module, _ in COMMANDS.values()} <= set(names)
-
-
-def test_the_wheel_is_typed(names: list[str]) -> None:
     assert "overlap/py.typed" in names
 
 

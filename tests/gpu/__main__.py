@@ -1,4 +1,4 @@
-"""Runs the checks and says what came of them: `PYTHONPATH=.. python -m gpu --device cuda`, in the folder `tests`."""
+"""Runs the checks and prints the outcomes: `PYTHONPATH=.. python -m gpu --device cuda`, in the folder `tests`."""
 
 from __future__ import annotations
 
@@ -6,32 +6,35 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
-from .check import Result
-from .runner import run_checks, summary
-from .table import checks
+import torch
+
+from .checks import CHECKS
+from .runner import Result, run_subject, summary
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks whose name contains it")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no check after it")
-    parser.add_argument("--json", metavar="FILE", help="save what came of each")
+    parser.add_argument("--only", default="", metavar="TEXT", help="subjects whose name contains it")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no subject after it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save what came of each check")
     options = parser.parse_args()
-    chosen = [check for check in checks() if options.only in check.name]
-    until_s = None if options.time_limit is None else time.monotonic() + options.time_limit
-    results = run_checks(chosen, options.device, until_s=until_s, on_result=_say)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU: give --device cpu")
+    until_s = time.monotonic() + (options.time_limit or float("inf"))
+    results: list[Result] = []
+    for subject in CHECKS:
+        if options.only in subject and time.monotonic() < until_s:
+            found = run_subject(subject, options.device)
+            results += found
+            print(f"{subject}: {', '.join(f'{one.topic} {one.outcome}' for one in found)}", file=sys.stderr, flush=True)
     print(summary(results))
     if options.json is not None:
-        Path(options.json).write_text(json.dumps([result.as_dict() for result in results], indent=1))
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     return int(any(result.outcome not in ("passed", "skipped") for result in results))
-
-
-def _say(result: Result) -> None:
-    if result.outcome != "skipped":
-        print(f"{result.outcome:8}{result.elapsed_s:7.1f} s  {result.name}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,25 +11,19 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from overlap import AllReduce, OverlappedOptimizer, Step
-from overlap import chain as chained
+from overlap import AllReduce
+from streams.loops import Game, trains
+from streams.model import wrapped
+from streams.scenarios import Scenario, step
 
-from .chains import CHAINS, Chain
-from .check import Check
-from .training import Training
+__all__ = ["a_wait_is_found", "no_host_wait", "traced", "waits_within"]
 
-__all__ = ["host_wait_checks", "traced", "waits_within"]
-
-# The first steps make the handles of libraries, communicators and the memory that later ones use again.
-_WARM_STEPS = 4
-_WATCHED_STEPS = 2
 _LABEL = "overlap::"
 
 
@@ -61,55 +55,6 @@ def _waits(call: str) -> bool:
     return call.endswith("Synchronize") or call in ("cudaMemcpy", "cudaFree")
 
 
-@dataclass(frozen=True)
-class NoHostWait:
-    chain: str
-
-    def __call__(self, rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
-        chain = CHAINS[self.chain]
-        training = _warm(chain, rank, device)
-        # DDP itself waits at the end of a pass in which a parameter was not used.
-        with _waits_pass() if chain.has_unused else _waits_raise():
-            _steps(training, range(_WARM_STEPS, _WARM_STEPS + _WATCHED_STEPS))
-        events = traced(lambda: _steps(training, range(_WARM_STEPS, _WARM_STEPS + _WATCHED_STEPS)))
-        waits = waits_within(events)
-        assert not waits, f"{self.chain} made the host wait: {waits}"
-        return {"ranges": sum(str(event.get("name", "")).startswith(_LABEL) for event in events)}
-
-
-def _warm(chain: Chain, rank: int, device: torch.device) -> Training:
-    training = Training.of(chain, rank, device)
-    _steps(training, range(_WARM_STEPS))
-    torch.cuda.synchronize(device)
-    return training
-
-
-def _steps(training: Training, numbers: range) -> None:
-    # A batch comes from pageable memory, which the host waits for: the loop's, and not the library's.
-    with _waits_pass():
-        batches = [training.batch(number) for number in numbers]
-    for number, batch in zip(numbers, batches, strict=True):
-        training.step(number, batch)
-
-
-@contextmanager
-def _sync_debug_mode(mode: str) -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def _waits_raise() -> Any:
-    return _sync_debug_mode("error")
-
-
-def _waits_pass() -> Any:
-    return _sync_debug_mode("default")
-
-
 def traced(call: Callable[[], None]) -> list[dict[str, Any]]:
     """The events of a Chrome trace of `call`, and of what it gave the GPU to do."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -122,50 +67,46 @@ def traced(call: Callable[[], None]) -> list[dict[str, Any]]:
     return events
 
 
+def no_host_wait(scenario: Scenario, rank: int, device: torch.device) -> None:
+    game = _warm(scenario, rank, device)
+    with _waits_raise():
+        trains(game)
+    waits = waits_within(traced(lambda: trains(game)))
+    assert not waits, f"the host waits: {waits}"
+
+
+def _warm(scenario: Scenario, rank: int, device: torch.device) -> Game:
+    """Behind the first steps, which make the handles of libraries, communicators and the memory that is used again."""
+    ddp = wrapped(scenario.model, device, **scenario.ddp)
+    game = Game.of(ddp, rank)
+    game.optimizers = scenario.build(ddp)
+    trains(game)
+    torch.cuda.synchronize(device)
+    return game
+
+
+@contextmanager
+def _waits_raise() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def _reads_a_value(bucket: Any) -> None:
     bucket.buffer[0].item()
 
 
-def _that_waits(ddp: Any) -> list[Any]:
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01))
-    chained(AllReduce(), _reads_a_value, Step(optimizer)).register(ddp)
-    return [optimizer]
-
-
-def _a_wait_that_is_there_is_found(rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
-    chain = Chain(name="a chain that waits", build=_that_waits)
-    training = _warm(chain, rank, device)
-    waits = waits_within(traced(lambda: _steps(training, range(_WARM_STEPS, _WARM_STEPS + 1))))
-    assert waits, "the profiler did not show that a stage read a value"
-    assert _raises_where_the_host_waits(training), "set_sync_debug_mode did not show that a stage read a value"
-    return {"found": waits}
-
-
-def _raises_where_the_host_waits(training: Training) -> bool:
+def a_wait_is_found(scenario: Scenario, rank: int, device: torch.device) -> None:
+    """The control: a stage that reads a value is seen both ways."""
+    game = _warm(Scenario(build=step(AllReduce, lambda: _reads_a_value)), rank, device)
+    assert waits_within(traced(lambda: trains(game))), "the profiler did not show that a stage read a value"
     try:
         with _waits_raise():
-            _steps(training, range(_WARM_STEPS, _WARM_STEPS + 1))
+            trains(game)
     except Exception as error:
         if "synchroniz" not in f"{error}{error.__cause__}":
             raise
-        return True
-    return False
-
-
-def host_wait_checks() -> list[Check]:
-    control = Check(
-        name="host waits: one that is there is found",
-        topic="host waits",
-        run=_a_wait_that_is_there_is_found,
-        devices=("cuda",),
-        ranks=1,
-    )
-    # Under a Join the ranks tell each other who is left, which the host reads.
-    watched = [name for name, chain in CHAINS.items() if not chain.join]
-    return [
-        control,
-        *(
-            Check(name=f"host waits: {name}", topic="host waits", run=NoHostWait(name), devices=("cuda",))
-            for name in watched
-        ),
-    ]
+    else:
+        raise AssertionError("set_sync_debug_mode did not show that a stage read a value")

@@ -7,36 +7,24 @@ while a stream gets some milliseconds of nothing to do, in one of two places. On
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, Self
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overlap._torch.device import DeviceStreams, streams_replaced, synchronize
 from overlap.hooks.collectives import Collective
 
-__all__ = ["IN_ORDER", "LATE_MODEL", "LATE_STAGES", "WHERE", "Lateness", "delay"]
+__all__ = ["IN_ORDER", "LATE_MODEL", "LATE_STAGES", "Lateness"]
 
-Where = Literal["", "in order", "late stages", "late model"]
-IN_ORDER: Where = "in order"
-LATE_STAGES: Where = "late stages"
-LATE_MODEL: Where = "late model"
-WHERE: tuple[Where, ...] = (LATE_STAGES, LATE_MODEL)
+IN_ORDER, LATE_STAGES, LATE_MODEL = "in order", "late stages", "late model"
 
 # About 3 ms of an H100 or H200, much longer than the host takes to launch what comes next.
 _CYCLES = 6_000_000
 _ON_HOST_S = 0.001
-
-
-def delay(device: torch.device) -> None:
-    """Gives the current stream nothing to do for a while; on the CPU, the thread."""
-    if device.type == "cuda":
-        torch.cuda._sleep(_CYCLES)
-    else:
-        time.sleep(_ON_HOST_S)
 
 
 class Lateness:
@@ -49,7 +37,7 @@ class Lateness:
     - ``IN_ORDER``: the opposite. All is on one stream, and the host waits for each collective: there can be no race.
     """
 
-    def __init__(self, device: torch.device, where: Where = "") -> None:
+    def __init__(self, device: torch.device, where: str) -> None:
         self.device, self.where = device, where
         self.delays = 0
         """How often something was made late: none, and nothing was tested."""
@@ -70,13 +58,21 @@ class Lateness:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def delay(self) -> None:
+    def delay(self, *_: object) -> None:
+        """Give the current stream nothing to do for a while; on the CPU, the thread."""
         self.delays += 1
-        delay(self.device)
+        if self.device.type == "cuda":
+            torch.cuda._sleep(_CYCLES)
+        else:
+            time.sleep(_ON_HOST_S)
 
-    def module(self) -> nn.Module:
-        """Makes late what comes behind it, in forward and in backward."""
-        return _Late(self)
+    def watch(self, model: nn.Module) -> None:
+        """Make each layer late, in forward and in backward, if that is where."""
+        if self.where == LATE_MODEL:
+            for layer in model.modules():
+                if isinstance(layer, nn.Linear):
+                    layer.register_forward_hook(self.delay)
+                    layer.register_full_backward_hook(self.delay)
 
 
 class _OneStream(DeviceStreams):
@@ -87,7 +83,7 @@ class _OneStream(DeviceStreams):
 
 
 @contextmanager
-def _around_collectives(*, before: Any, after: Any) -> Iterator[None]:
+def _around_collectives(*, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
     launch, finish = Collective.launch, Collective.finish
 
     def late_launch(self: Collective, *args: Any, **named: Any) -> Any:
@@ -101,26 +97,3 @@ def _around_collectives(*, before: Any, after: Any) -> Iterator[None]:
 
     with patch.multiple(Collective, launch=late_launch, finish=late_finish):
         yield
-
-
-class _Late(nn.Module):
-    def __init__(self, lateness: Lateness) -> None:
-        super().__init__()
-        self._lateness = lateness
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Delay.apply(x, self._lateness)  # type: ignore[no-untyped-call]
-        return out
-
-
-class _Delay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lateness: Lateness) -> Tensor:
-        ctx.lateness = lateness
-        lateness.delay()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.lateness.delay()
-        return gradient, None

@@ -7,28 +7,23 @@ sees whoever makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .chains import CHAINS, Chain
-from .check import Check
-from .training import train
+from streams.scenarios import Scenario
 
-__all__ = ["sanitizer_checks"]
-
-_STEPS = 4
+__all__ = ["Sanitizer", "a_race_is_found"]
 
 
-class _Sanitizer(TorchDispatchMode):
+class Sanitizer(TorchDispatchMode):
     """The sanitizer's own mode, but that no version takes `record_stream` for a kernel that writes."""
 
     def __init__(self) -> None:
         super().__init__()
-        # To import it already makes CUDA call it: only where it is wanted.
+        # To import it already makes CUDA call it, which slows all down: it comes last in its processes.
         from torch.cuda._sanitizer import cuda_sanitizer
 
         self._dispatch = cuda_sanitizer.dispatch.__torch_dispatch__
@@ -39,24 +34,6 @@ class _Sanitizer(TorchDispatchMode):
         return self._dispatch(func, types, args, kwargs)
 
 
-@dataclass(frozen=True)
-class Sanitized:
-    chain: str
-
-    def __call__(self, rank: int, world_size: int, device: torch.device) -> None:
-        with _Sanitizer():
-            train(CHAINS[self.chain], rank, device, steps=_STEPS)
-
-
-def _by_hand(ddp: Any) -> Sequence[Any]:
-    return [torch.optim.AdamW(ddp.parameters(), fused=True)]
-
-
-def _plain_ddp(rank: int, world_size: int, device: torch.device) -> None:
-    with _Sanitizer():
-        train(Chain(name="plain DDP", build=_by_hand), rank, device, steps=_STEPS)
-
-
 def _race_in_one_thread(device: torch.device) -> None:
     stream = torch.cuda.Stream(device)
     tensor = torch.zeros(1000, device=device)
@@ -65,6 +42,7 @@ def _race_in_one_thread(device: torch.device) -> None:
 
 
 def _race_in_backward(device: torch.device) -> None:
+    """Autograd's thread must be watched as well, since stages run there."""
     stream = torch.cuda.Stream(device)
     tensor = torch.zeros(1000, device=device)
 
@@ -77,35 +55,17 @@ def _race_in_backward(device: torch.device) -> None:
     x.sum().backward()
 
 
-_RACES: dict[str, Callable[[torch.device], None]] = {"here": _race_in_one_thread, "in backward": _race_in_backward}
-
-
-@dataclass(frozen=True)
-class FindsARace:
-    """Autograd's thread must be watched as well, since stages run there."""
-
-    where: str
-
-    def __call__(self, rank: int, world_size: int, device: torch.device) -> None:
+def a_race_is_found(scenario: Scenario, rank: int, device: torch.device) -> None:
+    """The control: a race that is there is seen, in the loop's thread and in autograd's."""
+    races: tuple[Callable[[torch.device], None], ...] = (_race_in_one_thread, _race_in_backward)
+    for race in races:
         try:
-            with _Sanitizer():
-                _RACES[self.where](device)
+            with Sanitizer():
+                race(device)
         except Exception as error:
-            if "race" in f"{type(error).__name__} {error}".lower() or "Sanitizer" in type(error).__name__:
-                return
-            raise
+            if "race" not in f"{error}".lower() and "Sanitizer" not in type(error).__name__:
+                raise
+        else:
+            raise AssertionError(f"the sanitizer did not see {race.__name__}")
         finally:
             torch.cuda.synchronize(device)
-        raise AssertionError("the sanitizer did not see a race that was there")
-
-
-def sanitizer_checks() -> list[Check]:
-    cuda: dict[str, Any] = {"topic": "sanitizer", "devices": ("cuda",)}
-    return [
-        *(
-            Check(name=f"sanitizer: a race {where} is found", run=FindsARace(where), ranks=1, **cuda)
-            for where in _RACES
-        ),
-        Check(name="sanitizer: plain DDP", run=_plain_ddp, **cuda),
-        *(Check(name=f"sanitizer: {name}", run=Sanitized(name), **cuda) for name in CHAINS),
-    ]

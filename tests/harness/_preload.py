@@ -9,6 +9,8 @@ import os
 import threading
 import warnings
 
+import torch
+
 _MODULES = (
     "torch.distributed",
     "torch.distributed.checkpoint",
@@ -42,6 +44,12 @@ with contextlib.suppress(ImportError):
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
+
+# For each kind of device that is not there torch.manual_seed() keeps the caller's stack, formatted, for later: most of
+# its time, and loops of small models begin with it.
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not _devices.is_available():
+        _devices.manual_seed_all = lambda seed: None
 
 # Keeps the collector off the preloaded objects, so that a rank's collection is quick and copies no pages.
 gc.collect()

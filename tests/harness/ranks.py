@@ -6,9 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +17,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+try:
+    import cloudpickle as pickling
+except ImportError:  # `make gpu` needs torch alone, and has no closures.
+    import pickle as pickling
 
 from ._rank import RankSpec, Report, rank_main
 from .errors import RankDied, RankFailed, RankHung, WorldError
@@ -28,7 +29,6 @@ from .errors import RankDied, RankFailed, RankHung, WorldError
 _BLAME_S = 0.5
 _STACKS_S = 2.0
 _LEAVE_S = 10.0
-_DEBUGGER_S = 60.0
 _LOG_TAIL_CHARS = 4000
 _PEER_GONE = (
     "Connection closed by peer",
@@ -76,7 +76,7 @@ def run_ranks(
             "timeout_s": timeout_s,
             "folder": Path(folder),
             "environ": dict(os.environ) | _EVERY_RANK | dict(env or {}),
-            "call": cloudpickle.dumps((fn, args)),
+            "call": pickling.dumps((fn, args)),
         }
         world = [_Rank.start(RankSpec(rank=rank, **shared)) for rank in range(world_size)]
         deadline_s = time.monotonic() + timeout_s
@@ -149,9 +149,7 @@ class _Rank:
             if self.reports
             else f"had no result after {self.spec.timeout_s:g} s"
         )
-        self.failure = RankHung(
-            rank, f"rank {rank} {what}{self._stacks_section()}{self._native_section()}{self._log_section()}"
-        )
+        self.failure = RankHung(rank, f"rank {rank} {what}{self._stacks_section()}{self._log_section()}")
         self.failed_at_s = time.monotonic()
 
     def ask_for_stacks(self) -> None:
@@ -175,20 +173,6 @@ class _Rank:
                 break
             time.sleep(0.05)
         return f"\n\n--- stacks of rank {self.spec.rank} ---\n{stacks.strip() or '(none came)'}"
-
-    def _native_section(self) -> str:
-        """Where a rank stands that runs no more Python: in a destructor, say. Only where a debugger is installed."""
-        debugger = shutil.which("gdb")
-        if not self.reports or debugger is None:
-            return ""
-        argv = [debugger, "-p", str(self.process.pid), "-batch", "-ex", "thread apply all backtrace 40"]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            found = subprocess.run(
-                argv, check=False, capture_output=True, text=True, errors="replace", timeout=_DEBUGGER_S
-            )
-            frames = [line for line in found.stdout.splitlines() if line.startswith(("#", "Thread"))]
-            return f"\n\n--- native stacks of rank {self.spec.rank} ---\n" + "\n".join(frames or [found.stderr.strip()])
-        return ""
 
 
 def _collect(world: list[_Rank], *, reports: int, deadline_s: float, until_failure: bool) -> None:

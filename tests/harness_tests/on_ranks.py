@@ -42,11 +42,6 @@ def one_sleeps_while_others_wait(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def one_sleeps(rank: int, world_size: int) -> int:
-    time.sleep(60 * rank)
-    return rank
-
-
 def gradient(rank: int, world_size: int) -> Tensor:
     ddp = DistributedDataParallel(nn.Linear(4, 1, bias=False))
     ddp(torch.full((1, 4), rank + 1.0)).sum().backward()

@@ -12,11 +12,9 @@ from on_ranks import trained
 from harness import assert_parity, bucket_sizes_bytes, run_ranks, run_threads, wrap
 from harness.models import CASES, MIN_BUCKETS, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 
-EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 
-
-def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[int], list[int]]:
-    """The sizes that a hook sees in the third step, and what `bucket_sizes_bytes` says after it."""
+def _sizes(case: Case, rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """The sizes that a hook sees in the third step, and those of `bucket_sizes_bytes` after it."""
     seen: list[int] = []
     ddp = wrap(case.model(), **case.ddp_options())
 
@@ -33,32 +31,27 @@ def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[int], list[in
     return seen, bucket_sizes_bytes(ddp)
 
 
-@EVERY_CASE
+def _buckets(rank: int, world_size: int) -> None:
+    for case in CASES:
+        seen, reported = _sizes(case, rank, world_size)
+        assert len(seen) >= MIN_BUCKETS, case
+        assert sorted(reported) == sorted(seen), case
+
+
 @pytest.mark.parametrize("run", [run_ranks, run_threads])
-def test_every_model_has_several_buckets_of_the_sizes_that_are_told(run: Any, case: Case) -> None:
-    for seen, told in run(_buckets, 2, case):
-        assert len(seen) >= MIN_BUCKETS
-        assert sorted(told) == sorted(seen)
+def test_every_model_has_several_buckets_of_the_sizes_that_are_reported(run: Any) -> None:
+    run(_buckets, 2)
 
 
-@EVERY_CASE
-def test_weights_depend_on_the_seed_alone(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weights_and_data_depend_on_their_arguments_alone(case: Case) -> None:
     torch.manual_seed(1)
-    first = case.model().state_dict()
+    first = case.model().state_dict(), case.batch(2, 1)
     torch.manual_seed(2)
-    assert_parity(case.model().state_dict(), first, what="weights")
-    with pytest.raises(AssertionError):
-        assert_parity(case.model(seed=1).state_dict(), first, what="weights")
-
-
-@EVERY_CASE
-def test_data_depends_on_step_and_rank_alone(case: Case) -> None:
-    torch.manual_seed(1)
-    first = case.batch(2, 1)
-    torch.manual_seed(2)
-    assert_parity(case.batch(2, 1), first, what="data")
-    with pytest.raises(AssertionError):
-        assert_parity(case.batch(2, 0), first, what="data")
+    assert_parity((case.model().state_dict(), case.batch(2, 1)), first, what="weights and data")
+    for other in ((case.model(seed=1).state_dict(), first[1]), (first[0], case.batch(2, 0))):
+        with pytest.raises(AssertionError):
+            assert_parity(other, (case.model().state_dict(), case.batch(2, 1)), what="weights and data")
 
 
 def test_an_unused_branch_gets_its_gradient_from_the_other_rank() -> None:

@@ -64,25 +64,21 @@ def test_a_tolerance_allows_floats_to_differ() -> None:
     assert_parity([1.05], [1.0], **LOOSE)
 
 
-def test_a_tensor_beyond_the_tolerance_fails_with_its_reason() -> None:
+@pytest.mark.parametrize(
+    ("candidate", "reference", "more"),
+    [
+        (torch.tensor([1.2]), torch.tensor([1.0]), {}),
+        ([1.2], [1.0], {}),
+        (torch.tensor([2]), torch.tensor([1]), {"atol": 5}),
+        (torch.tensor([float("nan")]), torch.tensor([float("inf")]), {"rtol": 1.0}),
+        (torch.tensor([1.0]), torch.tensor([float("inf")]), {"rtol": 1.0}),
+    ],
+)
+def test_beyond_a_tolerance_and_for_integers_and_infinity_it_fails_with_its_reason(
+    candidate: Any, reference: Any, more: dict[str, float]
+) -> None:
     with pytest.raises(AssertionError, match="another order of summation"):
-        assert_parity(torch.tensor([1.2]), torch.tensor([1.0]), **LOOSE)
-
-
-def test_a_float_beyond_the_tolerance_fails() -> None:
-    with pytest.raises(AssertionError):
-        assert_parity([1.2], [1.0], **LOOSE)
-
-
-def test_a_tolerance_does_not_hold_for_integers() -> None:
-    with pytest.raises(AssertionError):
-        assert_parity(torch.tensor([2]), torch.tensor([1]), **{**LOOSE, "atol": 5})
-
-
-@pytest.mark.parametrize("value", [float("nan"), 1.0])
-def test_nothing_is_within_a_tolerance_of_infinity(value: float) -> None:
-    with pytest.raises(AssertionError):
-        assert_parity(torch.tensor([value]), torch.tensor([float("inf")]), **{**LOOSE, "rtol": 1.0})
+        assert_parity(candidate, reference, **{**LOOSE, **more})
 
 
 @pytest.mark.parametrize("options", [{"exact": False, "atol": 0.1}, {"atol": 0.1}, {"rtol": 0.1, "reason": "r"}])

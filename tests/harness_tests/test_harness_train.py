@@ -10,9 +10,7 @@ import torch
 from on_ranks import gradient, trained
 
 from harness import Record, assert_parity, overlapped_step, run_ranks, run_threads
-from harness.models import CASES, MLP, Case
-
-Trained = tuple[Case, list[list[Record]]]
+from harness.models import CASES, MLP
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_threads])
@@ -21,28 +19,20 @@ def test_ddp_averages(run: Any) -> None:
         assert torch.equal(result, torch.full((1, 4), 1.5))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def processes(request: pytest.FixtureRequest) -> Trained:
-    """A model, and what two processes recorded of its training."""
-    return request.param, run_ranks(trained, 2, request.param)
+def _trained(rank: int, world_size: int) -> dict[str, list[Record]]:
+    return {case.name: trained(rank, world_size, case) for case in CASES}
 
 
-def test_processes_and_threads_train_alike(processes: Trained) -> None:
-    case, records = processes
-    assert_parity(run_threads(trained, 2, case), records, what="records")
-
-
-def test_the_rate_falls_at_every_step_of_every_model(processes: Trained) -> None:
-    _, (records, _) = processes
-    assert [record.step for record in records] == [0, 1, 2, 3]
-    rates = [record.optimizer["param_groups"][0]["lr"] for record in records]
-    assert rates == pytest.approx([0.1 * 0.9**steps for steps in (1, 2, 3, 4)])
-
-
-def test_every_model_learns_so_that_records_differ_in_parameters(processes: Trained) -> None:
-    _, ((first, *_, last), _) = processes
-    with pytest.raises(AssertionError, match="parameters"):
-        assert_parity(replace(last, step=0, loss=first.loss.clone()), first, what="the first and last step")
+def test_processes_and_threads_train_every_model_alike_and_it_learns() -> None:
+    records = run_ranks(_trained, 2)
+    assert_parity(run_threads(_trained, 2), records, what="records")
+    for of_case in records[0].values():
+        assert [record.step for record in of_case] == [0, 1, 2, 3]
+        rates = [record.optimizer["param_groups"][0]["lr"] for record in of_case]
+        assert rates == pytest.approx([0.1 * 0.9**steps for steps in (1, 2, 3, 4)])
+        first, last = of_case[0], of_case[-1]
+        with pytest.raises(AssertionError, match="parameters"):
+            assert_parity(replace(last, step=0, loss=first.loss.clone()), first, what="the first and last step")
 
 
 def test_a_forgotten_zero_grad_shows() -> None:

@@ -115,44 +115,10 @@ def _play(names: list[str]) -> int:
     return faults
 
 
-_KINDS = {"+": "exact", "R": "refused", "L": "limit", "W": "wrong"}
-
-
-def changes(before: str, after: str) -> list[str]:
-    """Each cell of ``before`` that has another outcome in the page ``after``, or is gone, as rows of a table."""
-    old, new = _outcomes_in(before), _outcomes_in(after)
-    rows: dict[tuple[str, str], list[str]] = {}
-    for (loop, form), outcome in old.items():
-        now = new.get((loop, form), "gone")
-        if now != outcome:
-            rows.setdefault((loop, f"{outcome} -> {now}"), []).append(form)
-    return [f"| {loop} | {', '.join(forms)} | {change} |" for (loop, change), forms in rows.items()]
-
-
-def _outcomes_in(text: str) -> dict[tuple[str, str], str]:
-    forms: list[str] = []
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| loop |"):
-            forms = cells[1:]
-        elif line.startswith("## "):
-            forms = []
-        elif forms and len(cells) == len(forms) + 1 and cells[1][:1] in _KINDS:
-            found.update({(cells[0], form): _KINDS[cell[0]] for form, cell in zip(forms, cells[1:], strict=True)})
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="The table of loops and forms of update.")
     parser.add_argument("--play", nargs="+", metavar="LOOP", help="loops or topics to play")
-    parser.add_argument(
-        "--changes", type=Path, metavar="FILE", help="print the cells that this older page had otherwise"
-    )
     arguments = parser.parse_args()
-    if arguments.changes:
-        print(*changes(arguments.changes.read_text(), page()), sep="\n")
-        return 0
     if arguments.play:
         return int(bool(_play(arguments.play)))
     PAGE.write_text(page())

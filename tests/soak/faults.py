@@ -28,7 +28,6 @@ class Fault:
     victim_ends: bool = True  # Without an error of its own: killed.
     is_sent: bool = False  # By the parent, a moment after the step has begun.
     waits_for_timeout: bool = False  # Nobody can know before the group's timeout is over.
-    needs_link: bool = False
     applies: Callable[[Form], bool] = _always
 
 
@@ -46,7 +45,5 @@ _ALL = (
     Fault(name="killed in a save", victim_ends=True),
     Fault(name="another plan", victim_ends=False, applies=_with_stages),
     Fault(name="a step more", victim_ends=False, waits_for_timeout=True, applies=_not_polled),
-    Fault(name="link cut", is_sent=True, victim_ends=False, waits_for_timeout=True, needs_link=True),
-    Fault(name="link slowed", is_sent=True, victim_ends=False, needs_link=True),
 )
 FAULTS = {fault.name: fault for fault in _ALL}

@@ -79,11 +79,8 @@ class Form:
     is_ours: bool = True
     rounds_by_bucket: bool = False
 
-    def made(self, *, is_other: bool = False, keeps_buckets: bool = False) -> Built:
-        options = MLP.ddp_options()
-        if keeps_buckets:
-            options["find_unused_parameters"] = True
-        ddp = DistributedDataParallel(MLP.model(), **options)
+    def made(self, *, is_other: bool = False) -> Built:
+        ddp = DistributedDataParallel(MLP.model(), **MLP.ddp_options())
         trap = Trap()
         return Built(ddp=ddp, optimizer=self.build(ddp, trap, is_other), trap=trap)
 

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 from .rank import STEPS, Spec, run
 
-_CLONE_NEWNET = 0x40000000
 _GRACE_S = 15.0  # After the group's timeout, until a rank that has not ended counts as hung.
 _LOOKING_S = 0.004
 _STALL_S = 0.05  # So late the machine may let this process go on; what is more is a stall.
@@ -58,24 +57,21 @@ class Plan:
     stops_after: int = STEPS
     destroys: bool = True
     is_quick: bool = False
-    link: Any = None
 
 
 def play(plan: Plan, send: Callable[[int], None] | None = None) -> Outcome:
     """Runs the group to its end. `send` acts on the victim's process a moment after its step has begun."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    host = "127.0.0.1" if plan.link is None else plan.link.address(0)
-    listener = _listen(plan.link)
+    listener = socket.create_server(("127.0.0.1", 0))
     read, write = os.pipe()
     pids = []
     for rank in range(plan.ranks):
         spec = Spec(
-            form=plan.form, rank=rank, ranks=plan.ranks, folder=plan.folder, timeout_s=plan.timeout_s, host=host,
+            form=plan.form, rank=rank, ranks=plan.ranks, folder=plan.folder, timeout_s=plan.timeout_s,
             port=listener.getsockname()[1], listener=listener if rank == 0 else None,
             fault=plan.fault if rank == plan.victim else None, fault_step=plan.fault_step,
             resumes_from=plan.resumes_from, stops_after=plan.stops_after, destroys=plan.destroys,
             is_quick=plan.is_quick, pipe=write,
-            namespace=None if plan.link is None else plan.link.namespace(rank),
         )  # fmt: skip
         for left in (spec.report, spec.log, spec.end):
             left.unlink(missing_ok=True)
@@ -163,7 +159,8 @@ def _live(spec: Spec) -> NoReturn:
     """The rank, in its own process, whose interpreter ends as at the end of a script."""
     status = 1
     try:
-        _prepare(spec)
+        os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
+        random.seed(spec.rank)
         status = run(spec)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
@@ -173,44 +170,3 @@ def _live(spec: Spec) -> NoReturn:
         os._exit(status)
     ctypes.pythonapi.Py_Exit(status)
     raise AssertionError
-
-
-def _listen(link: Any) -> socket.socket:
-    if link is None:
-        return socket.create_server(("127.0.0.1", 0))
-    with entered(link.namespace(0)):
-        return socket.create_server((link.address(0), 0))
-
-
-@contextlib.contextmanager
-def entered(namespace: str) -> Any:
-    """This thread in another network namespace."""
-    own = os.open("/proc/self/ns/net", os.O_RDONLY)
-    try:
-        _enter(f"/run/netns/{namespace}")
-        yield
-    finally:
-        _set_namespace(own)
-        os.close(own)
-
-
-def _enter(path: str) -> None:
-    other = os.open(path, os.O_RDONLY)
-    try:
-        _set_namespace(other)
-    finally:
-        os.close(other)
-
-
-def _set_namespace(descriptor: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
-
-
-def _prepare(spec: Spec) -> None:
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
-    if spec.namespace is not None:
-        _enter(f"/run/netns/{spec.namespace}")
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    random.seed(spec.rank)

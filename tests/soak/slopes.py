@@ -7,74 +7,76 @@ adds over the run is more than the measure's bound.
 from __future__ import annotations
 
 import argparse
+import datetime
+import gc
 import itertools
-import json
 import math
+import resource
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .forms import FORMS
-from .long_run import Sample, samples_of
-from .report import write_into
+import torch
+import torch.distributed as dist
+
+import overlap
+from harness import run_ranks
+from harness.models import MLP, mean_squared_error
+
+from .forms import FORMS, Form
 
 STEPS = 20_000
 _SAMPLES = 200
+_BATCHES = 16
+_SHORTER_BY = 2  # Under Join the last rank has so many steps less in each block.
 _SIGNIFICANT = 3.0  # Standard errors.
 _WARM_UP = 0.2  # The part of the run that is left out: caches fill, buckets are cut anew.
 _MOST_CORRELATED = 0.95
 
-
-@dataclass(frozen=True, kw_only=True)
-class Measure:
-    """Something that must not grow."""
-
-    name: str
-    unit: str
-    scale: float = 1.0  # From a sample's unit.
-    bound: float  # Over the whole run; in `unit`, or as a part of the mean.
-    is_relative: bool = False
-
-    def matters(self, growth: float, mean: float) -> bool:
-        return growth > self.bound * (mean if self.is_relative else 1.0)
-
-    @property
-    def bound_in_words(self) -> str:
-        return f"{self.bound:.0%}" if self.is_relative else f"{self.bound:g} {self.unit}".strip()
-
-
-MEASURES = (
-    Measure(name="memory", unit="KiB", scale=1 / 1024, bound=2048),
-    Measure(name="Python blocks", unit="", bound=400),
-    Measure(name="threads", unit="", bound=0.5),
-    Measure(name="descriptors", unit="", bound=0.5),
-    Measure(name="store keys", unit="", bound=4),
-    Measure(name="CPU time", unit="of plain DDP's", bound=0.1, is_relative=True),
-)
+# What must not grow by more than this over the run, in the order in which `_held` returns it.
+BOUNDS = {"memory, KiB": 2048, "Python blocks": 400, "threads": 0.5, "descriptors": 0.5, "store keys": 4}
+Leak = Callable[[int, dist.Store], object]
+"""Called after each step with its number and the group's store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
     """A line through samples: how much more there is after a step, with its standard error."""
 
-    mean: float
     per_step: float
     error: float
-
-    @property
-    def is_significant(self) -> bool:
-        return self.per_step > _SIGNIFICANT * self.error
+    grows: bool
 
 
-def fitted(steps: Sequence[float], values: Sequence[float]) -> Slope:
-    """The line of least squares.
+def slopes_of(form: str, *, steps: int, samples: int, leak: Leak | None = None) -> tuple[float, dict[str, Slope]]:
+    """Milliseconds a step of ``steps`` on two ranks, and for each measure the slope on the rank where it grows most."""
+    with tempfile.TemporaryDirectory(prefix="overlap-slopes-") as folder:
+        begun_s = time.monotonic()
+        ranks = run_ranks(
+            _run, 2, form, steps // samples, samples, leak, Path(folder), backend=None, timeout_s=60 + steps / 5
+        )
+    step_ms = 1000 * (time.monotonic() - begun_s) / steps
+    places = [steps // samples * (1 + sample) for sample in range(samples)]
+    found = {}
+    for column, (name, bound) in enumerate(BOUNDS.items()):
+        both = [fitted(places, [row[column] for row in rows], bound) for rows in ranks]
+        found[name] = max(both, key=lambda slope: (slope.grows, slope.per_step))
+    return step_ms, found
+
+
+def fitted(steps: Sequence[float], values: Sequence[float], bound: float) -> Slope:
+    """The line of least squares through all but the first samples.
 
     Its standard error allows for residuals of which one is like the one before, as those of a process's memory are: by
     their first correlation there are fewer independent ones.
     """
+    kept = slice(int(_WARM_UP * len(steps)), None)
+    steps, values = steps[kept], values[kept]
     line = statistics.linear_regression(steps, values)
     residuals = [value - line.slope * step - line.intercept for step, value in zip(steps, values, strict=True)]
     squares = sum(residual**2 for residual in residuals)
@@ -83,107 +85,90 @@ def fitted(steps: Sequence[float], values: Sequence[float]) -> Slope:
     neighbours = sum(one * other for one, other in itertools.pairwise(residuals))
     correlation = min(max(neighbours / squares, 0.0), _MOST_CORRELATED) if squares else 0.0
     widened = error * math.sqrt((1 + correlation) / (1 - correlation))
-    return Slope(mean=statistics.fmean(values), per_step=line.slope, error=widened)
+    grows = line.slope > _SIGNIFICANT * widened and line.slope * steps[-1] > bound
+    return Slope(per_step=line.slope, error=widened, grows=grows)
 
 
-def judged(form: str, ranks: Sequence[Sequence[Sample]], measures: Iterable[Measure] = MEASURES) -> dict[str, Any]:
-    """What a long run of `form` has shown, as plain values: for each measure the rank on which it grows most."""
-    found: dict[str, Any] = {"form": form, "steps": int(ranks[0][-1]["step"]), "measures": {}}
-    found["step_ms"] = 1000 * statistics.median(sample["time"] for samples in ranks for sample in samples)
-    for measure in measures:
-        rows = []
-        for rank, samples in enumerate(ranks):
-            kept = samples[int(_WARM_UP * len(samples)) :]
-            slope = fitted(
-                [sample["step"] for sample in kept], [measure.scale * sample[measure.name] for sample in kept]
-            )
-            growth = slope.per_step * found["steps"]
-            grows = slope.is_significant and measure.matters(growth, slope.mean)
-            rows.append(
-                {
-                    "rank": rank,
-                    "mean": slope.mean,
-                    "per_1000_steps": 1000 * slope.per_step,
-                    "standard_error": 1000 * slope.error,
-                    "over_the_run": growth,
-                    "grows": grows,
-                }
-            )
-        found["measures"][measure.name] = max(rows, key=lambda row: (row["grows"], row["per_1000_steps"]))
-    return found
+def _run(
+    rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak | None, folder: Path
+) -> list[list[float]]:
+    store = _store(rank, folder)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    form = FORMS[name]
+    built = form.made()
+    batches = [MLP.batch(step, rank) for step in range(_BATCHES)]
+    # Made once: a list of samples would grow, too.
+    found = torch.zeros(samples, len(BOUNDS), dtype=torch.float64)
+    for block in range(samples):
+        for place, batch in enumerate(_block(form, built, rank, ranks, steps, batches)):
+            built.optimizer.zero_grad()
+            mean_squared_error(built.ddp, batch).backward()
+            built.optimizer.step()
+            if leak is not None:
+                leak(block * steps + place, store)
+        overlap.state_dict(built.ddp, built.optimizer)  # And nothing is in flight any more.
+        dist.barrier()  # What the others wrote in the store is there.
+        found[block] = torch.tensor(_held(store), dtype=torch.float64)
+    # DDP's reducers must not be the last to hold the group: they wait for its threads with the GIL held, and a thread
+    # needs the GIL to let go of a backward's collective.
+    del built
+    gc.collect()
+    dist.destroy_process_group()
+    return found.tolist()
 
 
-def growing(found: dict[str, Any]) -> list[str]:
-    """What grows in a long run, in words."""
-    return [
-        f"{name} on rank {row['rank']}: {row['per_1000_steps']:+.3g} ± {row['standard_error']:.2g} in 1000 steps"
-        for name, row in found["measures"].items()
-        if row["grows"]
-    ]
+def _block(form: Form, built: Any, rank: int, ranks: int, steps: int, batches: list[Any]) -> Iterator[Any]:
+    """The batches of some steps; under Join, one block of it."""
+    own = steps - (_SHORTER_BY if form.join and rank == ranks - 1 else 0)
+    loader = (batches[step % _BATCHES] for step in range(own))
+    if form.join is None:
+        yield from loader
+        return
+    with overlap.Join([built.ddp, built.optimizer], lengths=own if form.join == "known" else None) as join:
+        yield from join.iterate(loader)
 
 
-def markdown(runs: Sequence[dict[str, Any]]) -> str:
-    """A line for each form and a column for each measure."""
-    steps = sorted({run["steps"] for run in runs})
-    flat = sum(not growing(run) for run in runs)
-    names = [f"{measure.name}{f', {measure.unit}' if measure.unit else ''}" for measure in MEASURES]
-    bounds = ", ".join(f"{measure.name} {measure.bound_in_words}" for measure in MEASURES)
-    first = (
-        f"{flat} of {len(runs)} forms are flat over {' or '.join(f'{each:,}' for each in steps)} steps on two ranks. "
-        "In a cell: the slope in 1,000 steps ± its standard error, on the rank where it is larger. In bold: what "
-        f"grows, by more than three standard errors and by more than this over the run: {bounds}."
-    )
-    lines = [
-        first,
-        "",
-        "| | ms a step | " + " | ".join(names) + " |",
-        "| --- |" + " ---: |" * (1 + len(names)),
-    ]
-    for run in runs:
-        cells = " | ".join(_cell(run["measures"][measure.name]) for measure in MEASURES)
-        lines.append(f"| {run['form']} | {run['step_ms']:.1f} | {cells} |")
-    return "\n".join(lines)
+def _store(rank: int, folder: Path) -> dist.Store:
+    """The usual one, hosted by rank 0, which writes its port into a file."""
+    timeout = datetime.timedelta(seconds=120)
+    file = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        file.with_suffix(".part").write_text(str(store.port))
+        file.with_suffix(".part").rename(file)
+        return store
+    while not file.exists():
+        time.sleep(0.005)
+    return dist.TCPStore("127.0.0.1", int(file.read_text()), None, False, timeout, wait_for_workers=False)
 
 
-def _cell(row: dict[str, Any]) -> str:
-    text = f"{_short(row['per_1000_steps'])} ± {_short(row['standard_error'])}"
-    return f"**{text}**" if row["grows"] else text
+def _held(store: dist.Store) -> tuple[float, ...]:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    threads, descriptors = (sum(1 for _ in Path(f"/proc/self/{what}").iterdir()) for what in ("task", "fd"))
+    memory = pages * resource.getpagesize() / 1024
+    return memory, sys.getallocatedblocks(), threads, descriptors, store.num_keys()
 
 
-def _short(value: float) -> str:
-    return "0" if abs(value) < 5e-4 else f"{value:.2g}"
-
-
-def _read(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The runs of several files, by form; of two the later one."""
-    return {run["form"]: run for path in paths if path.exists() for run in json.loads(path.read_text())}
+def _row(form: str, step_ms: float, slopes: dict[str, Slope]) -> str:
+    cells = [f"{1000 * slope.per_step:.2g} ± {1000 * slope.error:.2g}" for slope in slopes.values()]
+    marked = [f"**{cell}**" if slope.grows else cell for cell, slope in zip(cells, slopes.values(), strict=True)]
+    return f"| {form} | {step_ms:.1f} | {' | '.join(marked)} |"
 
 
 def _main() -> int:
     parser = argparse.ArgumentParser(prog="python -m soak.slopes", description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--form", action="append", choices=list(FORMS), help="only this one; may be given again")
-    parser.add_argument("--out", type=Path, default=Path("overlap-soak"), help="folder of what was seen")
-    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="slopes.json of other runs")
-    parser.add_argument("--report", action="store_true", help="no steps: only the table of what is there")
-    parser.add_argument("--into", type=Path, help="a page that gets the table, between two comments")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    kept = options.out / "slopes.json"
-    runs = _read([*options.merge, kept])
-    for form in [] if options.report else options.form or list(FORMS):
-        ranks = samples_of(form, steps=options.steps, samples=min(_SAMPLES, options.steps // 20))
-        runs[form] = judged(form, ranks)
-        print(f"{form}: {'; '.join(growing(runs[form])) or 'flat'}, {runs[form]['step_ms']:.1f} ms a step", flush=True)
-        kept.write_text(json.dumps(list(runs.values()), indent=1))
-        with (options.out / "slopes-samples.jsonl").open("a") as file:
-            file.write(json.dumps({"form": form, "ranks": ranks}) + "\n")
-    ordered = [runs[form] for form in FORMS if form in runs]
-    text = markdown(ordered)
-    (options.out / "slopes.md").write_text(text + "\n")
-    if options.into is not None:
-        write_into(options.into, text, what="slopes")
-    return 1 if any(growing(run) for run in ordered) else 0
+    print("Growth in 1,000 steps ± its standard error, on the rank where it is larger; in bold: what grows.\n")
+    print(f"| | ms a step | {' | '.join(BOUNDS)} |\n| --- |{' ---: |' * (1 + len(BOUNDS))}")
+    has_grown = False
+    for form in options.form or list(FORMS):
+        step_ms, slopes = slopes_of(form, steps=options.steps, samples=min(_SAMPLES, options.steps // 20))
+        print(_row(form, step_ms, slopes), flush=True)
+        has_grown |= any(slope.grows for slope in slopes.values())
+    return int(has_grown)
 
 
 if __name__ == "__main__":

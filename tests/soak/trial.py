@@ -7,14 +7,12 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.link import ShapedLink, missing_requirement
 from harness import assert_parity
 
 from . import checkpoints
@@ -81,13 +79,8 @@ def drawn(seed: str, pairs: list[tuple[str, str]]) -> Result:
 
 def _weight(form: str, fault: str) -> float:
     # Those that wait for the group's timeout take four times as long as the others.
-    is_slow = FAULTS[fault].waits_for_timeout or FAULTS[fault].needs_link
+    is_slow = FAULTS[fault].waits_for_timeout
     return (0.4 if is_slow else 1.0) * (1.0 if FORMS[form].is_ours else 0.3)
-
-
-def missing_for(fault: Fault) -> str | None:
-    """Why this machine cannot make the fault."""
-    return missing_requirement() if fault.needs_link else None
 
 
 class References:
@@ -127,13 +120,7 @@ def run_trial(result: Result, folder: Path, references: References) -> Result:
     form, fault = FORMS[result.form], FAULTS[result.fault]
     folder.mkdir(parents=True)
     descriptors = _open_descriptors()
-    if fault.needs_link:
-        with ShapedLink(ranks=result.ranks, bandwidth_bytes_per_s=1.25e8) as link:
-            _fail(result, form, fault, folder, references, link)
-        left = [entry.name for entry in Path("/run/netns").iterdir() if f"-{os.getpid()}-" in entry.name]
-        result.unclean += [f"network namespaces left: {left}"] if left else []
-    else:
-        _fail(result, form, fault, folder, references, None)
+    _fail(result, form, fault, folder, references)
     _resume(result, form, folder, references)
     if (now := _open_descriptors()) != descriptors:
         result.unclean.append(f"the parent's descriptors went from {descriptors} to {now}")
@@ -143,30 +130,23 @@ def run_trial(result: Result, folder: Path, references: References) -> Result:
     return result
 
 
-def _fail(result: Result, form: Form, fault: Fault, folder: Path, references: References, link: Any) -> None:
+def _fail(result: Result, form: Form, fault: Fault, folder: Path, references: References) -> None:
     timeout_s = SHORT_TIMEOUT_S if fault.waits_for_timeout else TIMEOUT_S
     plan = Plan(
         form=form.name, ranks=result.ranks, folder=folder, timeout_s=timeout_s, fault=fault.name, victim=result.victim,
-        fault_step=result.fault_step, delay_s=result.delay_s, destroys=result.destroys, link=link,
+        fault_step=result.fault_step, delay_s=result.delay_s, destroys=result.destroys,
         stopped_s=1.5 * timeout_s if fault.name == "SIGSTOP" else 0.0,
     )  # fmt: skip
-    outcome = play(plan, _sender(fault, result, link))
+    send = None
+    if fault.is_sent:
+        number = signal.Signals[fault.name.split(",")[0]]
+        send = partial(_send, number)
+    outcome = play(plan, send)
     _check(result, form, fault, plan, outcome, references)
 
 
-def _sender(fault: Fault, result: Result, link: Any) -> Callable[[int], None] | None:
-    if not fault.is_sent:
-        return None
-    if not fault.needs_link:
-        number = signal.Signals[fault.name.split(",")[0]]
-        return lambda pid: os.kill(pid, number)
-    namespace = link.namespace(result.victim)
-    if fault.name == "link cut":
-        command = ["ip", "-n", namespace, "link", "set", "eth0", "down"]
-    else:
-        rate = ["rate", "2mbit", "burst", "18000", "limit", "8388608"]
-        command = ["tc", "-n", namespace, "qdisc", "change", "dev", "eth0", "root", "tbf", *rate]
-    return lambda _: subprocess.run(command, check=True, capture_output=True) and None
+def _send(number: signal.Signals, pid: int) -> None:
+    os.kill(pid, number)
 
 
 def _check(result: Result, form: Form, fault: Fault, plan: Plan, outcome: Outcome, references: References) -> None:
@@ -196,7 +176,7 @@ def _check(result: Result, form: Form, fault: Fault, plan: Plan, outcome: Outcom
         if "error" in said:
             from_s = outcome.continued_s if is_victim and outcome.continued_s else fault_s
             _check_error(result, fault, plan, who, is_victim, said, from_s)
-    if fault.name in ("none", "link slowed"):
+    if fault.name == "none":
         failed = [rank for rank, said in enumerate(outcome.reports) if "error" in said]
         unclean += [f"ranks {failed} failed without a fault"] if failed else []
 
@@ -211,7 +191,7 @@ def _check_error(
         return
     result.errors.append(f"{who}: {error['type']}: {text[:400]}")
     took_s = said["error_s"] - from_s
-    if not is_victim or fault.name in ("SIGSTOP", "link cut"):
+    if not is_victim or fault.name == "SIGSTOP":
         result.slowest_s = round(max(result.slowest_s or 0.0, took_s), 2)
     if not (error["is_ours"] or error["type"].startswith(("torch.", "builtins.RuntimeError"))):
         result.unclean.append(f"{who} ended in an error of nobody's: {error['type']}: {text[:400]}")

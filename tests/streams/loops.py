@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,33 +14,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from overlap import ClipGradNorm, Int8, Join, PeerError, SkipNonFinite, auto_quantize
-from overlap.activations import offload
-from overlap.hooks.engine.registration import registration_of
+from overlap import Int8, Join, PeerError, auto_quantize
 
 from .model import batch
 
-__all__ = [
-    "Game",
-    "Loop",
-    "accumulates",
-    "fails",
-    "fails_in_a_stage",
-    "joins",
-    "joins_iterating",
-    "joins_knowing",
-    "logs",
-    "quantizes",
-    "offloads",
-    "removes",
-    "resumes",
-    "scales",
-    "stops_halfway",
-    "trains_long",
-    "trains",
-]
+__all__ = ["Game", "Loop"]
 
 _STEPS = 4  # Buckets are cut anew after the first, and chains run on streams of their own from the second on.
+_BATCHES = 16
 
 
 @dataclass
@@ -50,24 +30,25 @@ class Game:
 
     ddp: DistributedDataParallel
     optimizers: list[Any]
+    batches: list[tuple[Tensor, Tensor]]
     rank: int
     is_plain: bool = False
     """Whether the optimizers are PyTorch's and no chain is registered."""
-    edit: Callable[[DistributedDataParallel], None] = lambda ddp: None
-    """What a plain loop does between backward and step, which the chain does by itself."""
     step: int = 0
-    build: Callable[[Any], list[Any]] | None = None
-    batches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel, rank: int) -> Game:
+        """With its batches, and without optimizers yet."""
+        device = next(ddp.parameters()).device
+        return cls(ddp, [], [batch(step, rank, device) for step in range(_BATCHES)], rank)
 
     def loss(self) -> Tensor:
-        tokens, target = self.batches.get(self.step) or batch(self.step, self.rank)
+        tokens, target = self.batches[self.step]
         self.step += 1
         loss: Tensor = torch.nn.functional.mse_loss(self.ddp(tokens), target)
         return loss
 
     def update(self) -> None:
-        if self.is_plain:
-            self.edit(self.ddp)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -95,9 +76,7 @@ def trains_long(game: Game) -> None:
 
 def quantizes(game: Game) -> None:
     """Collectives outside of any backward, waited for some time after they were asked for."""
-    reduce, scatter = dist.all_reduce, dist.reduce_scatter
-    if not game.is_plain:
-        reduce, scatter = auto_quantize(reduce, Int8()), auto_quantize(scatter, Int8())
+    reduce, scatter = auto_quantize(dist.all_reduce, Int8()), auto_quantize(dist.reduce_scatter, Int8())
     for _ in range(_STEPS):
         sums = [parameter.detach().clone() for parameter in game.ddp.parameters()]
         own = torch.zeros_like(sums[0])
@@ -111,39 +90,6 @@ def quantizes(game: Game) -> None:
             parameter.data.add_(one, alpha=0.1)
 
 
-def logs(game: Game) -> None:
-    """The results of stages are read after each backward."""
-    registration = registration_of(game.ddp)
-    for _ in range(_STEPS):
-        game.loss().backward()
-        if registration is not None:
-            for stage in registration.stage.sequence:
-                found = getattr(stage, "norm", None) if isinstance(stage, ClipGradNorm) else None
-                found = stage.skipped if isinstance(stage, SkipNonFinite) else found
-                if found is not None:
-                    found.mul(2)
-                del found
-        game.update()
-    if registration is not None:
-        registration.remove()
-
-
-def offloads(game: Game) -> None:
-    """All that is offloaded leaves the device, however little it is."""
-    with mock.patch.object(offload, "IN_FLIGHT_BYTES", 0):
-        trains(game)
-
-
-def stops_halfway(game: Game) -> None:
-    """Backward ends in the last layer, so that tensors that were prefetched for others are dropped."""
-    model = game.ddp.module
-    with mock.patch.object(offload, "IN_FLIGHT_BYTES", 0):
-        for step in range(_STEPS):
-            tokens, _ = batch(step, game.rank) if not game.batches else game.batches[step]
-            torch.autograd.grad(model(tokens).sum(), model.head.weight)
-            torch.autograd.grad(model(tokens).sum(), model.layers[2][0].weight)
-
-
 def accumulates(game: Game) -> None:
     for _ in range(_STEPS - 1):
         with game.ddp.no_sync():
@@ -152,15 +98,17 @@ def accumulates(game: Game) -> None:
         game.update()
 
 
-def scales(game: Game) -> None:
-    """With `GradScaler`, whose own wait for the verdict is in PyTorch."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    for _ in range(_STEPS):
-        scaler.scale(game.loss()).backward()
-        if game.is_plain:
-            scaler.unscale_(game.optimizers[0])
-            game.edit(game.ddp)
+def overflows(game: Game) -> None:
+    """With `GradScaler`; the second loss is infinite on one rank, and the step is left out on both."""
+    scaler = torch.amp.GradScaler(game.batches[0][0].device.type, init_scale=2.0**4)
+    for number in range(_STEPS):
+        loss = game.loss()
+        if number == 1 and game.rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
         for optimizer in game.optimizers:
+            if game.is_plain or number % 2:
+                scaler.unscale_(optimizer)
             scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
@@ -174,14 +122,6 @@ def joins(game: Game) -> None:
             game.update()
 
 
-def joins_iterating(game: Game) -> None:
-    """The same over a loader without length, polled one batch ahead."""
-    with Join([game.ddp, *game.optimizers]) as join:
-        for _ in join.iterate(iter(range(2 + 2 * game.rank))):
-            game.loss().backward()
-            game.update()
-
-
 def joins_knowing(game: Game) -> None:
     """The same with lengths that all ranks know."""
     with Join([game.ddp, *game.optimizers], lengths=2 + 2 * game.rank):
@@ -190,55 +130,22 @@ def joins_knowing(game: Game) -> None:
             game.update()
 
 
-def fails(game: Game) -> None:
-    """One backward ends with an error on every rank, and training goes on."""
-    trains(game)
-    handle = game.ddp.module.embedding.weight.register_hook(_broken)
-    with contextlib.suppress(ValueError):
-        game.loss().backward()
-    handle.remove()
-    _forget(game)
-    trains(game)
-
-
 def fails_in_a_stage(game: Game) -> None:
     """A function of a chain raises on every rank, when some of the buckets have been sent."""
     with contextlib.suppress(ValueError, PeerError):  # A rank that comes there late has the other's error first.
         trains(game)
-    _forget(game)
-    trains(game)
-
-
-def _forget(game: Game) -> None:
     for optimizer in game.optimizers:
         optimizer.zero_grad()
-    if game.is_plain:
-        game.ddp.reducer._reset_state()
-        game.ddp.zero_grad()
-
-
-def _broken(gradient: Tensor) -> Tensor:
-    raise ValueError("broken on purpose")
+    trains(game)
 
 
 def resumes(game: Game) -> None:
     """State is saved and loaded in the middle."""
     trains(game)
     if not game.is_plain:
-        optimizers = game.optimizers if len(game.optimizers) > 1 else game.optimizers[0]
+        (optimizer,) = game.optimizers
         file = io.BytesIO()
-        torch.save(overlap.state_dict(game.ddp, optimizers), file)
+        torch.save(overlap.state_dict(game.ddp, optimizer), file)
         file.seek(0)
-        overlap.load_state_dict(game.ddp, optimizers, torch.load(file, weights_only=True))
-    trains(game)
-
-
-def removes(game: Game) -> None:
-    """The chain is taken out and another one put in."""
-    trains(game)
-    if not game.is_plain:
-        registration = registration_of(game.ddp)
-        assert registration is not None and game.build is not None
-        registration.remove()
-        game.optimizers = game.build(game.ddp)
+        overlap.load_state_dict(game.ddp, optimizer, torch.load(file, weights_only=True))
     trains(game)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.streams import active
-from overlap import checkpoint_wrapper, offload_wrapper
 from overlap.optim.zero import shards
 
-__all__ = ["Branches", "Net", "Offloading", "Unused", "batch", "matrices", "rest", "wrapped"]
+__all__ = ["CPU", "Branches", "Net", "Unused", "batch", "matrices", "rest", "wrapped"]
 
+CPU = torch.device("cpu")
 _WIDTH = 16
 # Gathers that ride into the next forward come in several parts, though buckets are small.
 shards._LEAST_BYTES_ON_STREAMS = 64
@@ -31,17 +31,6 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.head(self.layers(self.embedding(tokens).mean(dim=1)).tanh())
         return out
-
-
-class Offloading(Net):
-    """Keeps what backward needs on the host, or computes it again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(offload_wrapper(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh())) for _ in range(3)),
-            checkpoint_wrapper(nn.Linear(_WIDTH, _WIDTH)),
-        )
 
 
 class Unused(Net):
@@ -82,15 +71,16 @@ class Branches(Net):
         return out
 
 
-def wrapped(build: type[Net] = Net, **options: Any) -> DistributedDataParallel:
+def wrapped(build: type[Net] = Net, device: torch.device = CPU, **options: Any) -> DistributedDataParallel:
     """A new model with the same weights each time, in buckets of one matrix."""
     torch.manual_seed(0)
-    return DistributedDataParallel(build(), bucket_cap_mb=1024 / 2**20, **options)
+    return DistributedDataParallel(build().to(device), bucket_cap_mb=1024 / 2**20, **options)
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, rank: int, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(0, 32, (4, 6), generator=generator), torch.randn(4, _WIDTH, generator=generator)
+    tokens, target = torch.randint(0, 32, (4, 6), generator=generator), torch.randn(4, _WIDTH, generator=generator)
+    return tokens.to(device), target.to(device)
 
 
 def matrices(ddp: nn.Module) -> list[Tensor]:

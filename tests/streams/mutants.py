@@ -73,7 +73,6 @@ _FORWARD = "sharded, in the next forward"
 _FEEDBACK = "4 bits, feedback, interleaved"
 _BEGIN = "self._stream.wait_stream(current_stream(self._device))"
 _JOIN = "current_stream(self._device).wait_stream(self._stream)"
-_COPIES_WAIT = "self.stream.wait_stream(current_stream(self.device))"
 _ENGINE, _OPTIM = "hooks.engine", "optim"
 
 MUTANTS: dict[str, Mutant] = {
@@ -152,18 +151,6 @@ MUTANTS: dict[str, Mutant] = {
     # Quantized collectives.
     "what a quantized collective reads is not kept": _without(
         "quantized:_Work.__init__", "self._used = used", "quantized collectives", _FREED
-    ),
-    # Offloading.
-    "a copy out does not wait": _without("activations.offload:_Copies.store", _COPIES_WAIT, "offload"),
-    "a tensor that is copied out is not kept": Mutant(
-        "activations.offload:_Copies.store", "stored.done = tensor", "stored.done = tensor.clone()", "offload", _FREED
-    ),
-    "a copy in does not wait": _without("activations.offload:_Copies._copy_back", _COPIES_WAIT, "offload"),
-    "a copy is used before it is there": _without(
-        "activations.offload:_Stored.settle", "current_stream(tensor.device).wait_event(self.done)", "offload", _FREED
-    ),
-    "a tensor that is prefetched and dropped is not held": _without(
-        "activations.offload:_Stored.__del__", "hold(self.tensor, self.copies.stream)", "offload, dropped", _FREED
     ),
     # Waits of the host.
     "the host looks whether feedback is finite": _waiting(

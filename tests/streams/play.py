@@ -1,27 +1,25 @@
-"""Plays scenarios under the detector, and mutants of the library in them."""
+"""Plays scenarios under the detector, and mutants of the library in them; writes the page about both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.streams import Report, detecting
-from overlap.activations import offload
+from harness import run_ranks
+from harness.streams import STREAMS_BACKEND, Report, detecting
 
 from .loops import Game
-from .model import batch, wrapped
+from .model import wrapped
 from .mutants import MUTANTS, mutated
-from .scenario import Scenario
-from .scenarios import SCENARIOS
+from .scenarios import SCENARIOS, Scenario
 
-__all__ = ["Outcome", "find", "outcome_of", "outcomes", "play", "play_without_streams", "verdicts"]
+__all__ = ["PAGE", "Outcome", "find", "found_in_ranks", "page", "played"]
 
-_BATCHES = 24
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reports" / "streams.md"
 
 
 @dataclass(frozen=True)
@@ -29,62 +27,55 @@ class Outcome:
     """What came of one scenario on one rank."""
 
     operators: int
-    faults: int
-    waits: int
-    """Of the host, in the library; those that are declared."""
     error: str = ""
     """What is wrong, if something is."""
 
 
-def play(scenario: Scenario, rank: int) -> tuple[Report, list[Tensor]]:
-    """What the detector reports of ``scenario``, and the parameters and buffers at its end."""
-    ddp = wrapped(scenario.model, **scenario.ddp)
-    batches = {step: batch(step, rank) for step in range(_BATCHES)}
-    offload._copies_of.cache_clear()  # They have a stream of a device that was.
-    with detecting() as detector:
-        game = Game(ddp, scenario.build(ddp), rank, build=scenario.build, batches=batches)
-        with detector.steps():
-            scenario.loop(game)
-        game.settle()
-        for parameter in ddp.parameters():
-            parameter.detach().sum()
-    offload._copies_of.cache_clear()
-    return detector.report, _state(ddp)
+def played() -> dict[str, Outcome]:
+    """Every scenario on two ranks: what is wrong on either, and the other figures of rank 0."""
+    first, second = run_ranks(_outcomes, 2, backend=STREAMS_BACKEND, timeout_s=170)
+    return {name: first[name] if first[name].error or not second[name].error else second[name] for name in SCENARIOS}
 
 
-def outcomes(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Outcome]:
-    """Play scenarios; for :func:`harness.run_ranks`."""
+def _outcomes(rank: int, world_size: int) -> dict[str, Outcome]:
     found = {}
-    for name in names:
-        found[name] = outcome_of(SCENARIOS[name], rank)
+    for name, scenario in SCENARIOS.items():
+        found[name] = _outcome_of(scenario, rank)
         dist.barrier()
     return found
 
 
-def outcome_of(scenario: Scenario, rank: int) -> Outcome:
-    """Play one scenario on this rank, and again without streams."""
-    report, state = play(scenario, rank)
-    waits = sum(sync.is_of_library for sync in report.host_syncs)
+def _outcome_of(scenario: Scenario, rank: int) -> Outcome:
+    report, state = _play(scenario, rank)
     error = ""
     try:
         report.check(host_syncs=scenario.host_syncs)
     except AssertionError as raised:
         error = str(raised)
     if scenario.plain is not None or scenario.as_on_host:
-        expected = play_without_streams(scenario, rank, is_plain=scenario.plain is not None)
-        if not all(map(torch.equal, state, expected)):
+        ddp = wrapped(scenario.model, **scenario.ddp)
+        game = Game.of(ddp, rank)
+        game.is_plain = scenario.plain is not None
+        game.optimizers = (scenario.plain or scenario.build)(ddp)
+        scenario.loop(game)
+        game.settle()
+        if not all(one.equal(other) for one, other in zip(state, _state(ddp), strict=True)):
             error += "\nparameters or buffers differ from those without streams"
-    return Outcome(report.operators, len(report.faults), waits, error)
+    return Outcome(report.operators, error)
 
 
-def play_without_streams(scenario: Scenario, rank: int, *, is_plain: bool) -> list[Tensor]:
-    """The same loop, with plain DDP or with the chain on the host."""
+def _play(scenario: Scenario, rank: int) -> tuple[Report, list[Tensor]]:
+    """What the detector reports of ``scenario``, and the parameters and buffers at its end."""
     ddp = wrapped(scenario.model, **scenario.ddp)
-    build: Any = scenario.plain if is_plain else scenario.build
-    game = Game(ddp, build(ddp), rank, is_plain=is_plain, edit=scenario.edit, build=build)
-    scenario.loop(game)
-    game.settle()
-    return _state(ddp)
+    game = Game.of(ddp, rank)  # Made before: what it has is the device's.
+    with detecting() as detector:
+        game.optimizers = scenario.build(ddp)
+        with detector.steps():
+            scenario.loop(game)
+        game.settle()
+        for parameter in ddp.parameters():
+            parameter.detach().sum()
+    return detector.report, _state(ddp)
 
 
 def _state(ddp: Any) -> list[Tensor]:
@@ -96,7 +87,7 @@ def find(name: str, rank: int = 0) -> str:
     mutant = MUTANTS[name]
     scenario = SCENARIOS[mutant.scenario]
     with mutated(mutant):
-        report, _ = play(scenario, rank)
+        report, _ = _play(scenario, rank)
     if report.faults:
         return report.faults[0].kind
     try:
@@ -106,10 +97,31 @@ def find(name: str, rank: int = 0) -> str:
     return ""
 
 
-def verdicts(rank: int, world_size: int, names: Sequence[str]) -> dict[str, str]:
-    """Find mutants; for :func:`harness.run_ranks`."""
+def found_in_ranks() -> dict[str, str]:
+    """The mutants that take two ranks, and as what one of them finds each."""
+    ranks = run_ranks(_verdicts, 2, backend=STREAMS_BACKEND, timeout_s=120)
+    return {name: next((one[name] for one in ranks if one[name]), "") for name in ranks[0]}
+
+
+def _verdicts(rank: int, world_size: int) -> dict[str, str]:
     found = {}
-    for name in names:
+    for name in (name for name, mutant in MUTANTS.items() if mutant.in_ranks):
         found[name] = find(name, rank)
         dist.barrier()
     return found
+
+
+# The page ------------------------------------------------------------------------------------------------------
+
+_BEGIN = "<!-- below: written by `python tests/streams` -->\n"
+
+
+def page() -> str:
+    """The page's text, with the tables of what is declared."""
+    lines = ["", f"{len(SCENARIOS)} scenarios, without a fault:", "", "| scenario | the host waits |", "| --- | --- |"]
+    for name, scenario in SCENARIOS.items():
+        lines.append(f"| {name} | {', '.join(f'`{place}`' for place in scenario.host_syncs) or 'nowhere'} |")
+    lines += ["", f"## Faults put in on purpose\n\n{len(MUTANTS)} mutants, all found:\n"]
+    lines += ["| fault | where | scenario | found as |", "| --- | --- | --- | --- |"]
+    lines += [f"| {name} | `{one.where}` | {one.scenario} | {one.found_as} |" for name, one in MUTANTS.items()]
+    return PAGE.read_text().partition(_BEGIN)[0] + _BEGIN + "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""What rides between passes, on streams: behind a failure, and where nobody waits for it any more."""
+"""What is in flight, on streams: behind a failure, and where nobody waits for it any more."""
 
 from __future__ import annotations
 
@@ -90,3 +90,39 @@ def _failing(rank: int, world_size: int) -> None:
 
 def test_gradients_can_be_changed_behind_a_failure_between_passes() -> None:
     run_ranks(_failing, 2, backend=STREAMS_BACKEND)
+
+
+class _Raises(Stage):
+    """The mean; raises in bucket 1 of one step, while that of bucket 0 is in flight."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if (bucket.step, bucket.index) == (self.step, 1):
+            raise ValueError("the dog ate it")
+        await all_reduce(bucket.buffer)
+        bucket.buffer.div_(bucket.divisor)
+
+
+def _reads_what_a_failure_left(rank: int, world_size: int) -> None:
+    ddp = wrapped()
+    batches = [batch(step, rank) for step in range(6)]  # Made before: it is the device's.
+    with detecting() as detector:
+        chain(_Raises(3)).register(ddp)
+        norms: list[torch.Tensor] = []
+        for step in range(6):
+            try:
+                tokens, target = batches[step]
+                torch.nn.functional.mse_loss(ddp(tokens), target).backward()
+            except ValueError:
+                assert step == 3
+            # What is in flight writes the buckets, and these are the buckets.
+            norms.extend(p.grad.norm() for p in ddp.parameters() if p.grad is not None)
+            ddp.zero_grad()
+        assert norms
+    detector.report.check()
+
+
+def test_what_a_failure_leaves_in_the_buckets_can_be_read() -> None:
+    run_ranks(_reads_what_a_failure_left, 2, backend=STREAMS_BACKEND)

@@ -22,10 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import run_ranks
-from overlap import OverlapError, hooks, optim
+from overlap import ConfigurationError, OverlapError, hooks, optim
 from overlap.plan.choice import check_arguments
-
-__all__ = ["try_options"]
 
 
 class _Touchy:
@@ -45,7 +43,7 @@ class _Touchy:
     __le__ = __gt__ = __ge__ = __lt__
 
 
-class Shy:
+class _Shy:
     """Cannot be shown."""
 
     def __repr__(self) -> str:
@@ -58,7 +56,7 @@ VALUES: tuple[Any, ...] = (
     Decimal("nan"), True, False, None, "", "x", "auto", "nearest", "forward", "0.1", "\ud800", b"x", (), [], [1], [[]],
     {}, {4: 1}, {"*": 2}, {1: "x"}, {"x"}, range(3), object(), type, int, Ellipsis, NotImplemented, len, lambda *_: 1,
     _Touchy(),
-    Shy(), [_Touchy()], {"*": _Touchy()}, torch.float32, torch.int8, torch.ones(()), torch.ones(2), torch.zeros(()),
+    _Shy(), [_Touchy()], {"*": _Touchy()}, torch.float32, torch.int8, torch.ones(()), torch.ones(2), torch.zeros(()),
     torch.empty(0), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64), torch.ones(1, device="meta"),
     np.ones(2), np.ones(0), np.array(8), np.array("auto"), np.array(["auto", "x"]), np.float32(0.5), np.float64(0.5),
     np.int64(8), np.bool_(True), nn.Linear(2, 2), torch.optim.SGD, overlap.AllReduce(), overlap.Int8(), overlap.Int8,
@@ -66,7 +64,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def things() -> SimpleNamespace:
+def _things() -> SimpleNamespace:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     ddp = DistributedDataParallel(model)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -154,19 +152,14 @@ def _fits(annotation: object, value: Any) -> bool:
     return not all(kind in _KINDS for kind in kinds) or any(_KINDS[kind](value) for kind in kinds)
 
 
-def try_options(count: int, seed: int = 0, *, timeout_s: float = 60) -> list[str]:
+def _try(rank: int, ranks: int, count: int, seed: int) -> list[str]:
     """Calls each with its right arguments but one or two; returns what ended in an error that is not overlap's, and
     what was taken although it is of another kind than is asked for."""
-    (found,) = run_ranks(_try, 1, count, seed, timeout_s=timeout_s + count / 20)
-    return sorted(found)
-
-
-def _try(rank: int, ranks: int, count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     names = sorted(MADE)
     found: set[str] = set()
     with warnings.catch_warnings(action="ignore"):
-        of = things()
+        of = _things()
         for number in range(count):
             # Each in turn, so that a few hundred reach all.
             name = names[number % len(names)]
@@ -178,12 +171,12 @@ def _try(rank: int, ranks: int, count: int, seed: int) -> list[str]:
             }
             options = sorted(positional | set(arguments))
             changed = {key: rng.choice(VALUES) for key in rng.sample(options, min(len(options), rng.choice((1, 1, 2))))}
-            if (fault := fault_of(name, of, changed)) is not None:
+            if (fault := _fault_of(name, of, changed)) is not None:
                 found.add(f"{name}({', '.join(f'{key}={_text(value)}' for key, value in changed.items())}): {fault}")
     return sorted(found)
 
 
-def fault_of(name: str, of: SimpleNamespace, changed: dict[str, Any]) -> str | None:
+def _fault_of(name: str, of: SimpleNamespace, changed: dict[str, Any]) -> str | None:
     """What is wrong with what becomes of these arguments in the place of the right ones; ``None`` where nothing is."""
     made, right = MADE[name]
     signature = inspect.signature(made).parameters
@@ -204,3 +197,28 @@ def _text(value: Any) -> str:
         return repr(value)[:80]
     except ValueError:
         return f"<{type(value).__name__}>"
+
+
+def test_random_options_are_taken_or_refused_with_errors_of_ours() -> None:
+    assert run_ranks(_try, 1, 800, 0, timeout_s=100) == [[]]
+
+
+def _unchecked(*, flag: bool = False) -> None:
+    pass
+
+
+def _comparing(*, word: str = "x") -> None:
+    if word not in ("x", "y"):
+        raise ConfigurationError("word is 'x' or 'y'")
+
+
+def _try_unchecked(rank: int, ranks: int) -> list[str]:
+    MADE.clear()
+    MADE.update({one.__name__: (one, lambda of: {}) for one in (_unchecked, _comparing)})
+    return _try(rank, ranks, 800, 0)
+
+
+def test_an_option_that_is_not_checked_is_seen() -> None:
+    (found,) = run_ranks(_try_unchecked, 1)
+    assert any(text.startswith("_unchecked(flag=") and "taken, although flag is bool" in text for text in found)
+    assert any(text.startswith("_comparing(word=") and ": ValueError: compared" in text for text in found)
