@@ -31,7 +31,7 @@ with_frameworks := .venv-integrations
 help:
 	@echo "make demo      train ResNet-18 twice on two ranks, plainly and overlapped, and compare"
 	@echo "make test      lint, types, import rules and all tests"
-	@echo "make test-integrations  Lightning, Accelerate, the HF Trainer and Ignite with chains, beside the same without;"
+	@echo "make test-integrations  Lightning, Accelerate, the HF Trainer, Ignite and torchft with chains, beside the same without;"
 	@echo "               and the optimizers of other packages"
 	@echo "make coverage  all tests, and which lines they reach; takes twice as long"
 	@echo "make check     the same without the tests"
@@ -109,7 +109,8 @@ $(docs_installed): $(installed)
 
 # The frameworks in an environment of their own. torch comes first and alone here, too, so that none of them chooses
 # another; none brings a CUDA wheel. Without torchvision, which some of them would import where it is. The optimizers of
-# docs/reports/optimizers.md come without what they ask for: they need torch and numpy alone.
+# docs/reports/optimizers.md come without what they ask for: they need torch and numpy alone. So does torchft, after its
+# OpenTelemetry.
 $(with_frameworks)/.installed: pip := $(with_frameworks)/bin/python -m pip --disable-pip-version-check
 $(with_frameworks)/.installed: install = $(pip) install -qq --retries 10 --constraint constraints-integrations.txt
 $(with_frameworks)/.installed: pyproject.toml constraints-integrations.txt
@@ -122,4 +123,6 @@ $(with_frameworks)/.installed: pyproject.toml constraints-integrations.txt
 	    cloudpickle pytest pytest-timeout
 	$(install) --no-deps adamp adan-pytorch came-pytorch dadaptation lion-pytorch madgrad muon-optimizer prodigyopt \
 	    pytorch_optimizer pytorch-ranger schedulefree timm torch-optimizer
+	$(install) opentelemetry-exporter-otlp-proto-http opentelemetry-sdk opentelemetry-api scikit-learn
+	$(install) --no-deps torchft
 	@touch $@

@@ -50,7 +50,7 @@ def _of_frameworks() -> list[str]:
     """The public names of the integrations, as their sources say: the frameworks need not be there."""
     folder = ROOT / "overlap" / "integrations"
     found = []
-    for framework in ("lightning", "accelerate", "transformers"):
+    for framework in ("lightning", "accelerate", "transformers", "torchft"):
         source = next(
             path for path in (folder / f"{framework}.py", folder / framework / "__init__.py") if path.exists()
         )

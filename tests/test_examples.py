@@ -176,4 +176,8 @@ def test_a_kubernetes_job_starts_as_many_pods_as_torchrun_waits_for() -> None:
 
 def test_every_example_is_run_here() -> None:
     run = {arguments.partition(" ")[0] for arguments in RUNS.values()}
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"train.py", *run}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "train.py",
+        "torchft_ddp.py",
+        *run,
+    }  # The latter in tests/integrations.

@@ -354,7 +354,10 @@ def explain(error: BaseException, board: Board | None) -> None:
 
 
 def _has_peers(group: dist.ProcessGroup) -> bool:
-    """Whether other processes are behind ``group``: PyTorch's "fake" backend only pretends so."""
+    """Whether other processes are behind ``group``, and agree by its store: PyTorch's "fake" backend only pretends to
+    have some, and the members of a group with a channel of its own come and go."""
+    if hasattr(group, "overlap_channel"):
+        return False
     return "fake" not in (group.name(), backend_name(group, torch.device("cpu")))
 
 

@@ -13,13 +13,14 @@ NEEDS = {
     "test_ray_example": "ray",
     "test_loop_examples": "ignite",
     "test_optimizers": "pytorch_optimizer",
+    "test_torchft": "torchft",
 }
 
 
 # Each takes seconds to import: once, in the process that ranks are forked from.
 os.environ["OVERLAP_TESTS_PRELOAD"] = (
     "lightning.pytorch accelerate transformers.trainer transformers.models.bert.modeling_bert "
-    "transformers.models.gpt2.modeling_gpt2 overlap.integrations.lightning overlap.integrations.transformers"
+    "transformers.models.gpt2.modeling_gpt2 overlap.integrations.lightning overlap.integrations.transformers torchft"
 )
 
 

@@ -44,7 +44,7 @@ def test_every_cell_says_what_is_checked() -> None:
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
-    needed = ("lightning", "accelerate", "transformers")
+    needed = ("lightning", "accelerate", "transformers", "torchft")
     # As where none is installed, also where they are.
     program = (
         "import sys, importlib\n"
@@ -63,7 +63,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
 def test_importing_the_integrations_imports_no_framework() -> None:
     program = (
         "import sys, overlap.integrations\n"
-        "print([name for name in ('lightning', 'accelerate', 'transformers', 'torch') if name in sys.modules])"
+        "needed = ('lightning', 'accelerate', 'transformers', 'torchft', 'torch')\n"
+        "print([name for name in needed if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert shown.stdout.strip() == "[]"

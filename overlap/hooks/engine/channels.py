@@ -38,8 +38,9 @@ _connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDiction
 class GroupChannels:
     """The model's process group itself, for stages that run on the training thread.
 
-    The group belongs to the user: there is nothing to connect, to close or to report on, so all methods but the first
-    two do nothing. See :class:`PrivateChannels`.
+    The group belongs to the user, so there is nothing to open, to close or to report on, and
+    methods after ``of`` do nothing; unless it has a channel of its
+    own, as ``overlap_channel``, which is then used, and has a method ``fail``.
     """
 
     is_open = True
@@ -52,7 +53,9 @@ class GroupChannels:
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
         """The channel to the ranks of ``group``, the model's own where ``None``."""
-        return GroupChannel(self.group if group is None else group)
+        used = self.group if group is None else group
+        own: Channel | None = getattr(used, "overlap_channel", None)
+        return GroupChannel(used) if own is None else own
 
     def next_tag(self) -> int:
         """A new tag for messages, the same on every rank."""
@@ -60,7 +63,9 @@ class GroupChannels:
 
     def open(self) -> None: ...
 
-    def fail(self, error: BaseException) -> None: ...
+    def fail(self, error: BaseException) -> None:
+        if (own := getattr(self.group, "overlap_channel", None)) is not None:
+            own.fail(error)
 
     def tell(self, error: BaseException) -> None: ...
 
