@@ -18,7 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import AllgatherOptions
+
+# The package exports it at run time, but not to type checkers.
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -136,7 +138,7 @@ class ManagedOptimizer(OptimizerProxy):
         self._manager.start_quorum()
         self._before = self._stage.state_dict()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make the update if torchft commits the step; otherwise put the stages' memory back, and change nothing.
 
         Raises:

@@ -25,7 +25,7 @@ from overlap._torch.optimizer import mark_stepped, patch_step, run_step_hooks, u
 from overlap.errors import ArgumentTypeError, ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join import Join, Joinable, JoinHook
-from overlap.join.joinable import refuse_before_model
+from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
 from overlap.optim.lifecycle import PassGradients, refusals_told
 from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase
