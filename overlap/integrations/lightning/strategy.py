@@ -120,8 +120,11 @@ class OverlapStrategy(DDPStrategy):
         inner = unwrapped(optimizer)
         if self._scaler is not None and getattr(inner, "_step_supports_amp_scaling", False):
             self._scaler.unscale_(inner)
-        if gradient_clip_algorithm == GradClipAlgorithmType.NORM and any(inner is zero for zero in self._run.sharded):
-            inner.clip_grad_norm_(clip_val)
+        is_divided = any(inner is zero for zero in self._run.sharded) and not all(
+            update.has_whole_mean for update in inner.updates
+        )
+        if gradient_clip_algorithm == GradClipAlgorithmType.NORM and is_divided:
+            inner.clip_grad_norm_(clip_val)  # In the model's order; whole gradients are clipped in the optimizer's.
             return
         with self._run.parts_opened():
             Precision.clip_gradients(self.precision_plugin, optimizer, clip_val, gradient_clip_algorithm)
