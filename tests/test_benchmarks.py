@@ -71,12 +71,10 @@ def test_a_race_keeps_its_curves_and_is_continued(tmp_path: Path, capfd: pytest.
     assert "| `overlap-zero` |" in page.read_text() and " old " not in page.read_text()
 
 
-def test_a_trace_has_a_picture_and_slices_of_both_ways(tmp_path: Path) -> None:
+def test_a_trace_has_a_picture_of_both_ways(tmp_path: Path) -> None:
     asked = "--device cpu --steps 2 --batch-size 2 --image-size 8 --output"
     assert trace.main([*asked.split(), str(tmp_path)]) == 0
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

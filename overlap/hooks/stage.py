@@ -90,7 +90,7 @@ class StageContext:
     tell: Callable[[BaseException], None] = lambda error: None
     """Reports an error in the training loop between two passes, after which this rank stops, to the other ranks."""
     note_unfinished: Callable[[], None] = lambda: None
-    """Has DDP forget the backward that it has prepared, before the next forward: it ended with an error."""
+    """Before the next forward, discards DDP's unfinished backward, because it failed."""
     watch: Callable[[Any], object] = lambda watcher: None
     """Notifies an object of DDP's own buckets, other than those of a replay, until the registration is removed:
     ``arrived(bucket)`` on the thread of backward, which returns the bucket that stages are given, and after the last
@@ -242,7 +242,7 @@ class Stage(ABC):
 
 
 class UpdateStage(Stage):
-    """An update whose parameters and time are known, and which can be skipped; base of ``Step`` and ``ZeroStep``."""
+    """An update whose parameters and time are known, and which can be skipped."""
 
     role = Role.UPDATE
 

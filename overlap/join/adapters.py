@@ -175,6 +175,10 @@ class SchedulerAdapter(JoinableAdapter):
                     f"{self.name}.step() is given an argument, which ranks without inputs do not have: call it without "
                     "one, or after the block of Join"
                 )
+            gradients = getattr(self._scheduler, "gradient_state", None)
+            if gradients is not None and not gradients.sync_gradients:
+                self._step()  # Accelerate's, which makes no step while gradients accumulate.
+                return
             session.on_call(self, Call.STEP)
             self._step()
             session.after_step()

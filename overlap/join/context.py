@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -49,22 +50,23 @@ OnExhausted = Literal["shadow", "stop", "raise"]
 class JoinHook(base.JoinHook):
     """What a rank that has run out of inputs does instead of its training loop; also a hook of PyTorch's ``Join``.
 
-    ``main_hook()`` issues the collectives of one call that notified the Join, the same as ranks with inputs issue.
-    ``post_hook(is_last_joiner)`` is called once on every rank, when all have run out of inputs;
-    ``is_last_joiner``: whether this rank is one of those with most inputs.
-
     >>> class Silent(JoinHook):
     ...     def main_hook(self):
     ...         "What a rank without inputs issues."
     """
 
+    def main_hook(self) -> None:
+        """Issue the collectives of one call that notified the Join, the same as ranks with inputs issue."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once on every rank, when all have run out of inputs; ``is_last_joiner``: this rank is one of those
+        with most inputs."""
+
 
 class Joinable(base.Joinable):
     """Issues collectives, once or more per iteration; also a ``Joinable`` of PyTorch's ``Join``.
 
-    Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__`` and
-    defines ``join_hook(**kwargs)``, which is given the keyword arguments of the Join that are not its own, and the
-    properties ``join_device`` and ``join_process_group``, which is the same for all joinables of one Join.
+    Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__``.
 
     >>> class Counter(Joinable):
     ...     def __init__(self):
@@ -89,6 +91,24 @@ class Joinable(base.Joinable):
     >>> counter.counted
     4
     """
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> base.JoinHook:
+        """Make the hook for one Join; ``kwargs`` are the keyword arguments of the Join that are not its own."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device for the Join's own collectives."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The process group; the same for all joinables of one Join."""
 
 
 def refuse_before_model(joinable: base.Joinable, model_joins: Callable[[], bool]) -> None:

@@ -110,7 +110,7 @@ class UpdateLifecycle:
         self.tell: Callable[[BaseException], None] = lambda error: None
         """Reports a refusal to the other ranks, which would wait for this one."""
         self.note_unfinished: Callable[[], None] = lambda: None
-        """Has DDP forget a backward that it has prepared, before the next forward."""
+        """Before the next forward, discards DDP's unfinished backward."""
         self.verdict = _NO_VERDICT
         """A stage's, of the last backward: whether the update is to change nothing."""
         self.has_parts = False

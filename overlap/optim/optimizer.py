@@ -156,7 +156,7 @@ class LoopOptimizer(Optimizer, Joinable):
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in ids]
 
     def _note_stepped(self, pending: list[Tensor]) -> None:
-        """``pending`` have been applied."""
+        """Called after the ``pending`` gradients were applied."""
 
     def _check_scaled(self) -> None:
         lifecycles = [update.lifecycle for update in self.updates]
@@ -263,6 +263,10 @@ class OptimizerProxy(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)

@@ -71,8 +71,9 @@ class Step(Update[StepLayout]):
             so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
             ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
-    Communication: none; where DDP looks for unused parameters and the update is interleaved, one all-reduce of a byte a
-    parameter, because a parameter that no rank used must not be updated (weight decay and momentum would move it).
+    Communication: none; where DDP looks for unused parameters, one all-reduce of a byte a parameter, unless ``step()``
+    makes the update outside of a ``Join``: a parameter that no rank used must not be updated (weight decay and momentum
+    would move it).
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.

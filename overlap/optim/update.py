@@ -71,7 +71,7 @@ class Update(UpdateStage, Generic[L]):
     Args:
         optimizer: the one that the loop holds.
         form: of an interleaved update; it is deferred where the other arguments ask for that.
-        deferred: update all parameters at once; ``None`` does so only where clipping needs it.
+        deferred: update all parameters at once; ``None``: where clipping needs it, or an integration asks for it.
         clip_grad_norm: the largest global norm of the gradients.
         norm_type: which norm.
         release_gradients: see [Note: gradient release].
@@ -340,6 +340,7 @@ class Update(UpdateStage, Generic[L]):
         ``release_gradients`` rule that out."""
         if self._may_defer:
             self.form = self.lifecycle.form = replace(self.form, is_deferred=True)
+            self.lifecycle.outcome = self.form.outcome
 
     def check_unscaled(self) -> None:
         """Raises: TrainingLoopError: ``GradScaler`` is used, and a transform has seen scaled gradients."""

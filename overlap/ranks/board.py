@@ -63,11 +63,8 @@ class _Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.timeout = group_timeout(group, _CPU)
-        store = root = group_store(group)
-        while isinstance(root, PrefixStore):
-            root = root.underlying_store
-        self._is_remote, self._is_lost = isinstance(root, TCPStore), False
-        self.store: Any = getattr(store, "clone")() if self._is_remote else store  # noqa: B009 - missing in the stubs
+        self._store: Any = None
+        self._is_remote = self._is_lost = False
         self.agreed = itertools.count()
         """How often this process has agreed: as often as every rank, so the number names the board."""
         self.watched: Board | None = None
@@ -78,10 +75,22 @@ class _Ranks:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> _Ranks:
-        """That of ``group``. Raises: RuntimeError: its store cannot be connected to."""
-        if (found := _ranks.get(group)) is None:
-            found = _ranks[group] = _Ranks(group)
-        return found
+        """That of ``group``."""
+        with _making:
+            if (found := _ranks.get(group)) is None:
+                found = _ranks[group] = _Ranks(group)
+            return found
+
+    def store_of(self, group: dist.ProcessGroup) -> Any:
+        """The library's own client of the store. Raises: RuntimeError: it cannot be connected to."""
+        with _making:
+            if self._store is None:
+                store = root = group_store(group)
+                while isinstance(root, PrefixStore):
+                    root = root.underlying_store
+                self._is_remote = isinstance(root, TCPStore)
+                self._store = getattr(store, "clone")() if self._is_remote else store  # noqa: B009 - not in the stubs
+            return self._store
 
     def call(self, function: Callable[[], _Result]) -> _Result:
         """Call ``function``, which uses the store. Raises: DistNetworkError, TimeoutError: it cannot be reached."""
@@ -98,8 +107,11 @@ class _Ranks:
                 result.set_exception(error)
 
         thread = threading.Thread(target=run, name="overlap-store", daemon=True)
-        thread.start()
-        thread.join(self.timeout.total_seconds())
+        try:
+            thread.start()
+        except RuntimeError:  # Python 3.12 starts no thread when the script has ended.
+            return function()
+        thread.join(min(self.timeout.total_seconds(), threading.TIMEOUT_MAX))
         if thread.is_alive():
             self._is_lost = True
             raise TimeoutError(f"it has not answered for {self.timeout.total_seconds():.0f} s")
@@ -107,6 +119,7 @@ class _Ranks:
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, _Ranks] = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 class Board:
@@ -131,7 +144,8 @@ class Board:
         self._ranks, self._event, self._beside = _Ranks.of(group), event, beside
         self.timeout = self._ranks.timeout
         self._prefix = f"overlap/{name}"
-        self._store = PrefixStore(self._prefix, self._ranks.store)
+        self._client = self._ranks.store_of(group)
+        self._store = PrefixStore(self._prefix, self._client)
         self._written: list[str] = []
         self.disconnect: WeakMethod[Callable[[], None]] | None = None
         """Called where the block of a Join has failed, in which ranks may have abandoned this board's connections."""
@@ -139,7 +153,7 @@ class Board:
 
     def store(self, name: str) -> PrefixStore:
         """A store for a backend that connects the ranks, under ``name``."""
-        return PrefixStore(f"{self._prefix}/{name}", self._ranks.store)
+        return PrefixStore(f"{self._prefix}/{name}", self._client)
 
     def report(self, error: BaseException) -> None:
         """Write that this rank has failed; the first report stays. Never raises: the error itself matters more."""

@@ -101,12 +101,6 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | S
     >>> overlap.load_state_dict(ddp, optim, state)  # in a new process, after the same registration
     """
     run = Run(ddp, optim, "load_state_dict")
-    for one in state if isinstance(state, Sequence) else [state]:
-        if not isinstance(one, Mapping) or set(one) != _KEYS or one["version"] != _VERSION:
-            found = sorted(map(str, one)) if isinstance(one, Mapping) else type(one).__name__
-            raise ConfigurationError(
-                f"this is not what overlap.state_dict(ddp, optim) returns (version {_VERSION}): {found}"
-            )
     run.load_state_dict(run.state_of_rank(state) if isinstance(state, Sequence) else state)
 
 
@@ -172,6 +166,7 @@ class Run:
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
         """Load a state of this rank, as :func:`load_state_dict`."""
+        _check_keys(state, _KEYS)
         here = self._ddp.module.state_dict()
         self._check(state, _with_plain_names(here))
         for lifecycle in self._lifecycles:
@@ -266,6 +261,8 @@ class Run:
             ConfigurationError: they are not those of all ranks of one run, each once; or they do not belong together,
                 or were saved where ranks have different models.
         """
+        for one in states:
+            _check_keys(one, {"version", "rank", "ranks"})
         numbers, sizes = [state["rank"] for state in states], sorted({state["ranks"] for state in states})
         if sizes != [len(states)] or sorted(numbers) != list(range(len(states))):
             raise ConfigurationError(
@@ -308,6 +305,15 @@ class Run:
             own = [old["state"] for old in olds]
             return {**base, "state": LocalSGD.redistribute(own, rank=self._rank, ranks=self._ranks)}
         return base
+
+
+def _check_keys(state: object, least: Collection[str]) -> None:
+    """Raises: ConfigurationError: ``state`` is no state of this version, or lacks one of these keys."""
+    if not isinstance(state, Mapping) or not set(least) <= set(state) <= _KEYS or state["version"] != _VERSION:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigurationError(
+            f"this is not what overlap.state_dict(ddp, optim) returns (version {_VERSION}): {found}"
+        )
 
 
 def stage_of(ddp: DistributedDataParallel) -> Stage | None:

@@ -38,9 +38,8 @@ _connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDiction
 class GroupChannels:
     """The model's process group itself, for stages that run on the training thread.
 
-    The group belongs to the user, so there is nothing to open, to close or to report on, and
-    methods after ``of`` do nothing; unless it has a channel of its
-    own, as ``overlap_channel``, which is then used, and has a method ``fail``.
+    The group belongs to the user: there is nothing to open, to close or to report on. All methods but ``of`` and
+    ``next_tag`` do nothing, except that ``fail`` is passed on to the group's own ``overlap_channel``, if it has one.
     """
 
     is_open = True

@@ -54,6 +54,8 @@ _Job = Callable[[], None]
 _PRIORITY = -1
 # How long a thread waits for a collective before it polls whether another rank has reported a failure.
 _POLL_INTERVAL = timedelta(seconds=1)
+# How often a wait for the worker looks whether its thread has ended.
+_LOOKING_S = 0.1
 
 _small_bytes = 2**20
 
@@ -239,7 +241,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._has_jobs = False
         # The thread refers to this object, which must not keep the model alive.
-        start(self._run, name, stop=self.stop, abandon=abandon)
+        self._thread = start(self._run, name, stop=self.stop, abandon=abandon)
 
     def submit(self, job: _Job) -> None:
         """Run ``job`` after all that were submitted before."""
@@ -251,7 +253,8 @@ class Worker:
         if self._has_jobs:
             is_idle = threading.Event()
             self.submit(is_idle.set)
-            is_idle.wait()
+            while not is_idle.wait(_LOOKING_S) and self._thread.is_alive():
+                pass  # At the end of the script the thread ends first, and runs no later job.
             self._has_jobs = False
 
     def stop(self, last: _Job | None = None) -> None:

@@ -128,13 +128,13 @@ class LoadHooks:
         self._ddp: Callable[[], DistributedDataParallel | None] = (lambda: None) if ddp is None else weakref.ref(ddp)
         self._until_the_first_pass: Any = None
         self._was_empty = False
+        self._check = torch.compiler.disable(self._look)
 
     def on_load(self, module: torch.nn.Module, keys: Any) -> None:
         """The model's ``load_state_dict`` has been called."""
         runtime, ddp = self._runtime(), self._ddp()
         if runtime is not None and ddp is not None and not runtime.passes and self._until_the_first_pass is None:
-            hook = torch.compiler.disable(self._before_forward)
-            self._until_the_first_pass = ddp.register_forward_pre_hook(hook)
+            self._until_the_first_pass = ddp.register_forward_pre_hook(self.before_forward)
 
     def on_stages_loaded(self) -> None:
         """Their memory was loaded, too, or there was none."""
@@ -142,7 +142,11 @@ class LoadHooks:
             self._until_the_first_pass.remove()
             self._until_the_first_pass = None
 
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Of the model, until its first pass is over."""
+        self._check()
+
+    def _look(self) -> None:
         if (runtime := self._runtime()) is None:
             return
         remembers = _has_tensors(runtime.stage.state_dict())
@@ -241,7 +245,7 @@ class Registration:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, CollectiveError):
+        if error is not None and not isinstance(error, CollectiveError | GeneratorExit):
             self.report(error)
             is_in_place = "modified by an inplace operation" in str(error)
             if is_in_place and not all(update.updates_after_backward for update in self.runtime.updates):

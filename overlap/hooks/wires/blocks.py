@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.functional import pad
 from overlap._torch.device import has_streams
 from overlap.hooks.segments import round_up
 
-__all__ = ["Codec", "Field"]
+__all__ = ["Codec", "Field", "codecs_in_runs"]
 
 # Values at a time on a CPU, so that they stay in the cache between two passes over them.
 _BLOCK_NUMEL = 256 * 1024
@@ -150,6 +151,19 @@ class Codec(ABC):
         for some in zip(*(view.split(messages_at_once) for view in views), strict=True):
             for block, *fields in zip(*(view.split(chunks_at_once, dim=1) for view in some), strict=True):
                 yield block, tuple(fields)
+
+
+def codecs_in_runs(
+    codecs: Sequence[Codec | None], ranks: Iterable[int], device: torch.device
+) -> Iterator[tuple[Codec, list[int]]]:
+    """``ranks`` with a codec, in their order, in runs of equal codecs that are encoded or decoded at once."""
+    for codec, alike in groupby(ranks, key=lambda rank: codecs[rank]):
+        if codec is None:
+            continue
+        run = list(alike)
+        size = min(_at_once(codec.numel, device), len(run))
+        for start in range(0, len(run), size):
+            yield codec, run[start : start + size]
 
 
 def _at_once(numel: int, device: torch.device) -> int:

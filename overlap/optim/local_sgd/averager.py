@@ -71,8 +71,8 @@ class Options:
         if callable(self.period):
             period = getattr(self.period, "__qualname__", type(self.period).__name__)
         parts = [f"period {period} from step {told(self.start_step)}"]
-        parts += [f"overlap {self.overlap}"] if self.overlap else []
-        parts += [f"{self.fragments} fragments"] if self.fragments > 1 else []
+        parts += [f"overlap {told(self.overlap)}"] if self.overlap else []
+        parts += [f"{told(self.fragments)} fragments"] if self.fragments > 1 else []
         parts += [] if self.wire is None else [f"wire {self.wire!r}"]
         return ", ".join([*parts, "error feedback"] if self.error_feedback else parts)
 

@@ -33,6 +33,7 @@ from overlap.optim.zero.packed_state import as_plain, cloned, tensors_in
 from overlap.optim.zero.partition import Range, copy_options, options_of
 from overlap.optim.zero.shards import Shard, flatten
 from overlap.optim.zero.state import check_divisible, is_per_element
+from overlap.ranks.board import Agreement
 from overlap.ranks.collectives import of_all_ranks, on_rank
 
 __all__ = ["Pieces", "ShardedState", "merged", "packed"]
@@ -140,13 +141,21 @@ class ShardedState:
             if name != _MANIFEST:
                 blocks[ends_bytes[int(name.partition("/")[0])] // _BLOCK_BYTES][name] = value
         state: dict[Any, Any] = {}
+        failure: ConfigurationError | None = None
         for mine in blocks.values():
-            given = {_MANIFEST: manifest, **cloned(mine, device=_CPU)}
+            given = cloned({_MANIFEST: manifest, **mine}, device=_CPU)
             gathered = of_all_ranks(given, group) if to is None else on_rank(to, given, group)
-            if gathered is not None:
-                manifest = gathered[self._leader][_MANIFEST]
-                everyone = {name: value for one in gathered for name, value in one.items()}
+            if gathered is None or failure is not None:
+                continue  # The other ranks gather all blocks.
+            manifest = gathered[self._leader][_MANIFEST]
+            # Values that each rank has are those of the first.
+            everyone = {name: value for one in reversed(gathered) for name, value in one.items()}
+            try:
                 state |= self._joined(everyone, manifest, is_whole=True)
+            except ConfigurationError as error:
+                failure = error
+        if failure is not None:
+            raise failure
         if to not in (None, rank):
             return None
         return {"state": {**state, **manifest["state"]}, **manifest["entries"]}
@@ -203,7 +212,10 @@ class ShardedState:
         manifest = _from_tensor(read([_MANIFEST])[_MANIFEST])
         self._check_sizes(manifest)
         names = sorted(name.removeprefix(prefix) for name in saved if name.startswith(prefix))
-        values = read(self._places(names, manifest))
+        with Agreement(self.process_group, "load the parts of a ZeroRedundancyOptimizer") as agreement:
+            places = list(self._places(names, manifest))
+            agreement.agree()
+        values = read(places)
         packed = [name for name in values if name.endswith(_PACKED)]
         values |= {name.removesuffix(_PACKED): _from_tensor(values.pop(name)) for name in packed}
         self._load(values, manifest)
@@ -372,7 +384,7 @@ def merged(saved: Sequence[Pieces]) -> dict[str, Any]:
     """The pieces of all ranks together, from those of each."""
     manifests = [pieces[_MANIFEST] for pieces in saved]
     led = next((one for one in manifests if any(start < end for start, end in one["ranges"])), manifests[0])
-    everyone = {name: value for pieces in saved for name, value in pieces.items()}
+    everyone = {name: value for pieces in reversed(saved) for name, value in pieces.items()}
     return {**everyone, _MANIFEST: {key: one for key, one in led.items() if key != "ranges"}}
 
 

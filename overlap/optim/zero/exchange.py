@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,9 +43,10 @@ from overlap.hooks.engine.background import Item
 from overlap.hooks.finite import all_finite
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.wires import ErrorFeedback, Wire
+from overlap.hooks.wires.blocks import codecs_in_runs
 from overlap.hooks.wires.exchange import sum_in_order, swap
 from overlap.hooks.wires.feedback import StageMemory
-from overlap.optim.zero.shards import BucketShards, beginning
+from overlap.optim.zero.shards import BucketShards, beginning, beginnings
 
 __all__ = ["Exchange", "Gather", "Workspace"]
 
@@ -218,22 +219,25 @@ class Exchange:
         generator = self._generator_for(wire, shards)
         codecs = [wire.codec(numel) if numel else None for numel in shards.owned_numels]
         messages = [torch.empty(0, dtype=torch.uint8, device=device)] * ranks
-        for peer in [(rank + distance) % ranks for distance in range(1, ranks)]:  # In the order of sending.
-            if (codec := codecs[peer]) is None:
-                continue
-            summand = _packed(pieces[peer], codec.numel, device)
-            messages[peer] = torch.empty(codec.message_bytes, dtype=torch.uint8, device=device)
+        # Starting with the next rank, as they are sent.
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
+        for codec, alike in codecs_in_runs(codecs, peers, device):
+            encoded = torch.empty(len(alike), codec.message_bytes, dtype=torch.uint8, device=device)
+            parts = [pieces[peer] for peer in alike]
+            summands = _packed(parts, codec.numel, device)
             if self._feedback is None:
-                codec.encode(summand, messages[peer], generator)
+                codec.encode_rows(summands, encoded, generator)
             else:
-                codec.subtract_rows(summand[None], messages[peer][None], generator)
-                copy_all(pieces[peer], beginning(summand, pieces[peer]))
+                codec.subtract_rows(summands, encoded, generator)
+                copy_all(list(chain.from_iterable(parts)), beginnings(summands, parts))
+            for peer, message in zip(alike, encoded, strict=True):
+                messages[peer] = message
         own = codecs[rank]
         received = torch.empty(ranks, own.message_bytes if own else 0, dtype=torch.uint8, device=device)
         await swap(messages, received, group=group, label="reduce_scatter")
         if own is None:
             return torch.empty(0, device=device)
-        return sum_in_order(own, _packed(pieces[rank], own.numel, device), received, rank)
+        return sum_in_order(own, _packed([pieces[rank]], own.numel, device)[0], received, rank)
 
     async def _gather_through(self, wire: Wire, shards: BucketShards, group: dist.ProcessGroup) -> None:
         """Add to the parameters their differences from the owners' true weights, as the wire rounds them."""
@@ -252,11 +256,12 @@ class Exchange:
             await all_gather(space, messages[rank], group=group)
         else:
             await swap([messages[rank]] * len(messages), messages, group=group, label="all_gather")
-        for codec, message, changed in zip(codecs, messages, pieces, strict=True):
-            if codec is not None:
-                decoded = torch.empty(codec.numel, dtype=torch.float32, device=device)
-                codec.decode(message, decoded)
-                add_all(changed, beginning(decoded, changed))
+        for codec, alike in codecs_in_runs(codecs, range(len(codecs)), device):
+            start, end = sum(lengths[: alike[0]]), sum(lengths[: alike[-1] + 1])
+            decoded = torch.empty(len(alike), codec.numel, dtype=torch.float32, device=device)
+            codec.decode_rows(space[start:end].view(len(alike), -1), decoded)
+            changed = [pieces[peer] for peer in alike]
+            add_all(list(chain.from_iterable(changed)), beginnings(decoded, changed))
 
     @property
     def _feedback(self) -> ErrorFeedback | None:
@@ -267,12 +272,12 @@ class Exchange:
         return self.memory.generator_for(wire, shards.rank, shards.parameter_pieces[0].device)
 
 
-def _packed(pieces: Sequence[Tensor], numel: int, device: torch.device) -> Tensor:
-    """``numel`` values: those of ``pieces`` one after another, with zeros at the end."""
-    row = torch.empty(numel, dtype=torch.float32, device=device)
-    row[sum(piece.numel() for piece in pieces) :].zero_()
-    copy_all(beginning(row, pieces), pieces)
-    return row
+def _packed(pieces: Sequence[Sequence[Tensor]], numel: int, device: torch.device) -> Tensor:
+    """A row of ``numel`` values for each of ``pieces``: one after another, with zeros at the end."""
+    rows = torch.empty(len(pieces), numel, dtype=torch.float32, device=device)
+    rows[:, min(sum(piece.numel() for piece in own) for own in pieces) :].zero_()
+    copy_all(beginnings(rows, pieces), list(chain.from_iterable(pieces)))
+    return rows
 
 
 class _Messages:

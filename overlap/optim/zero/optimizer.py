@@ -198,9 +198,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
+        self._layout = [list(map(id, group["params"])) for group in self.param_groups]
         # The consolidated state, {} if another rank has it; no entry if it changed since. As `updates`, never replaced.
         self._consolidated: list[dict[str, Any]] = [] if self.optim.state else [self.sharded_state().without_values()]
-        self._layout = [list(map(id, group["params"])) for group in self.param_groups]
         self._is_complete = True
 
     def _check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -369,6 +369,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         if self.optim.state:
             self._consolidated.clear()
 
+    def _follow_edits(self) -> None:
+        """Follow the groups if they were rebuilt by hand. Raises: ConfigurationError: a parameter is new."""
+        if self._layout != [list(map(id, group["params"])) for group in self.param_groups]:
+            self._follow_groups()
+
     # A step of this rank's part.
 
     @torch.no_grad()
@@ -378,8 +383,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             ConfigurationError: a new parameter was put into the groups by hand.
         """
-        if self._layout != [list(map(id, group["params"])) for group in self.param_groups]:
-            self._follow_groups()
+        self._follow_edits()
         copy_options(self.param_groups, self.optim.param_groups)
         self._stepper.begin()
         for shard in self.shards.values():
@@ -565,6 +569,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     @torch.no_grad()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.wait()
+        self._follow_edits()
         copy_options(self.param_groups, self.optim.param_groups)
         own = [shard.own for shard in self.shards.values() if shard.own is not None]
         versions = [one._version for one in own]
@@ -727,6 +732,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             TrainingLoopError: :meth:`consolidate_state_dict` was not called since the last update.
         """
         before_state_dict(self)
+        self._follow_edits()
         if is_in_loading() and not self.optim.state:
             self._make_state()
         if is_in_checkpointing():
@@ -789,7 +795,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         self._consolidated.clear()
 
     def sharded_state(self) -> ShardedState:
-        """This rank's part of the state."""
+        """This rank's part of the state. Raises: ConfigurationError: the groups have a new parameter."""
+        self._follow_edits()
         return ShardedState(self.optim, self.param_groups, list(self.shards.values()), self.process_group)
 
     def _settled_state(self) -> ShardedState:

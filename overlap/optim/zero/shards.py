@@ -42,6 +42,7 @@ __all__ = [
     "BucketShards",
     "Shard",
     "beginning",
+    "beginnings",
     "flatten",
     "in_elements",
     "is_narrower",
@@ -383,6 +384,17 @@ def beginning(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     """The beginning of ``flat``, which may be longer, in parts of the lengths of ``pieces``."""
     numels = [piece.numel() for piece in pieces]
     return flat.split_with_sizes([*numels, flat.numel() - sum(numels)])[:-1]
+
+
+def beginnings(rows: Tensor, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The :func:`beginning` of each of ``rows``, which are contiguous, one after another."""
+    lengths: list[int] = []
+    for own in pieces:
+        numels = [piece.numel() for piece in own]
+        lengths += [*numels, rows.size(1) - sum(numels)]
+    ends = set(itertools.accumulate(len(own) + 1 for own in pieces))
+    parts = rows.view(-1).split_with_sizes(lengths)
+    return [part for place, part in enumerate(parts, start=1) if place not in ends]
 
 
 def parts_by_need(sizes_bytes: Sequence[int], least_bytes: int) -> list[slice]:

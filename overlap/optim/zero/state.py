@@ -45,8 +45,8 @@ _REMEDY = (
 # Operators with numbers, and what tells or changes no value, without underscores.
 _ELEMENTWISE = re.compile(
     "_*(abs|i?add|clamp|i?(true)?div|fill|[ir]?mul|nan_to_num|neg|i?sub|zero|clone|cpu|cuda|data|detach|device|"
-    "dim|dtype|element_size|get_device|is_cuda|is_sparse|is_complex|is_floating_point|layout|nbytes|ndim|numel|"
-    "reduce_ex|repr|requires_grad|shape|size|to)_*"
+    "dim|dtype|element_size|get_device|is_cuda|is_sparse|is_complex|is_floating_point|layout|ndim|reduce_ex|repr|"
+    "requires_grad|to)_*"
 )
 
 
@@ -79,6 +79,9 @@ class PartOfState(Tensor):
         UnsupportedError: an operator does not treat each element by itself, or takes another tensor.
     """
 
+    extent: tuple[Any, ...] = ()
+    """Where it lies in its parameter."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         name = getattr(func.__self__ if func.__name__ == "__get__" else func, "__name__", "")
@@ -88,7 +91,10 @@ class PartOfState(Tensor):
                 f"{name}() of a value in zero.state would not be that of plain DDP: this rank has a flat part of it, "
                 f"which takes operators that treat each element alike, with numbers; {_REMEDY}"
             )
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if isinstance(result, PartOfState):
+            vars(result).update({key: value for one in args[:1] for key, value in getattr(one, "__dict__", {}).items()})
+        return result
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
@@ -103,10 +109,25 @@ class _StateOfPart(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         value, own = self._inner[key], self._shard.own
         assert own is not None, "each rank has a chunk of a parameter that is cut"
-        return value.as_subclass(PartOfState) if is_per_element(value, own.shape) else value
+        if not is_per_element(value, own.shape):
+            return value
+        part = value.as_subclass(PartOfState)
+        part.extent = self._extent
+        return part
+
+    @property
+    def _extent(self) -> tuple[Any, ...]:
+        """Where the part lies in its parameter."""
+        parameter = self._shard.parameter
+        return self._shard.range, tuple(parameter.shape), parameter.stride()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, PartOfState):
+            if value.extent != self._extent:
+                raise ConfigurationError(
+                    f"zero.state of {self._shard.name} is set with {key!r} of another parameter, of which this rank "
+                    f"may have other elements; {_REMEDY}"
+                )
             value = value.as_subclass(Tensor)
         elif isinstance(value, Tensor) and value.dim():
             raise ConfigurationError(

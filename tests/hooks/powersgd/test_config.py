@@ -56,7 +56,7 @@ def test_powersgdstate_refuses_the_same_options(options: dict[str, Any], names_i
 @pytest.mark.parametrize(
     ("option", "remedy"),
     [
-        ({"matrix_approximation_rank": 4}, r"write PowerSGD\(rank=\.\.\.\), or .*PowerSGDState\(None, matrix_approx"),
+        ({"matrix_approximation_rank": 4}, r"write PowerSGD\(rank=4\), or .*PowerSGDState\(None, matrix_approx"),
         ({"start_powerSGD_iter": 10}, r"write PowerSGD\(start_step="),
         ({"use_error_feedback": False}, r"write PowerSGD\(error_feedback="),
         ({"random_seed": 1}, r"write PowerSGD\(seed="),
