@@ -117,6 +117,9 @@ def _edited(rank: int, world_size: int) -> None:
                 optimizer.step()
                 if step == 2:
                     {**ELEMENTWISE, **WHOLE}[edit](optimizer)
+            if step == 2 and edit in ("move", "leave"):
+                zero.consolidate_state_dict(to=None)
+                assert_parity(zero.state_dict(), reference.state_dict(), what=f"saved right after {edit}, {partition}")
         zero.wait()
         assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{form}, {edit}, {partition}")
         zero.consolidate_state_dict(to=None)
@@ -149,12 +152,16 @@ def _refused(rank: int, world_size: int) -> None:
         lambda: of_part()[3],
         lambda: of_part().__setitem__(3, 0.0),
         lambda: torch.sum(of_part()),
+        lambda: of_part().numel(),
     ):
         with pytest.raises(UnsupportedError, match=r"partition='parameter'.*param in zero\.state.*load_state_dict"):
             edit()
     for edit in (lambda: zero.state[weight].update(exp_avg=weight), lambda: zero.state.update({weight: {"m": weight}})):
         with pytest.raises(ConfigurationError, match=r"of shape \(16, 16\).*partition='parameter'.*load_state_dict"):
             edit()
+    with pytest.raises(ConfigurationError, match=r"set with 'exp_avg' of another parameter"):
+        zero.state[ddp.module[2].weight]["exp_avg"] = of_part() * 2
+    zero.state[weight]["exp_avg"] = of_part() * 2
     zero.consolidate_state_dict(to=None)
     of_part().zero_()
     with pytest.raises(TrainingLoopError, match="not consolidated since it last changed"):
