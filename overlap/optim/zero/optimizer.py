@@ -198,7 +198,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
-        self._layout = [list(map(id, group["params"])) for group in self.param_groups]
+        self._layout = _layout_of(self.param_groups)
         # The consolidated state, {} if another rank has it; no entry if it changed since. As `updates`, never replaced.
         self._consolidated: list[dict[str, Any]] = [] if self.optim.state else [self.sharded_state().without_values()]
         self._is_complete = True
@@ -354,7 +354,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             ConfigurationError: a parameter is new.
         """
-        layout = [list(map(id, group["params"])) for group in self.param_groups]
+        layout = _layout_of(self.param_groups)
         places = list(itertools.chain.from_iterable(layout))
         if not self._known.keys() >= set(places):
             raise ConfigurationError(
@@ -371,7 +371,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     def _follow_edits(self) -> None:
         """Follow the groups if they were rebuilt by hand. Raises: ConfigurationError: a parameter is new."""
-        if self._layout != [list(map(id, group["params"])) for group in self.param_groups]:
+        if self._layout != _layout_of(self.param_groups):
             self._follow_groups()
 
     # A step of this rank's part.
@@ -811,6 +811,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     def __repr__(self) -> str:
         return f"ZeroRedundancyOptimizer({self.optim!r}, rank {self.rank} of {self.world_size})"
+
+
+def _layout_of(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The parameters of each group, by ``id``."""
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def _checked_group(process_group: object) -> dist.ProcessGroup:
