@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from hashlib import sha256
 from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "check_number",
     "check_whole_number",
     "described",
+    "digest",
     "is_one_of",
     "refuse_capture",
     "require_extra",
@@ -177,6 +179,11 @@ def described(value: object) -> str:
     cls = value if isinstance(value, type) else type(value)
     name = f"PyTorch's {cls.__name__}" if cls.__module__.startswith("torch.distributed.") else cls.__name__
     return f"the class {name}" if isinstance(value, type) else name
+
+
+def digest(value: object) -> str:
+    """Eight digits that tell values apart by their ``repr``, the same on every rank."""
+    return sha256(repr(value).encode()).hexdigest()[:8]
 
 
 def require_extra(extra: str, *modules: str) -> None:

@@ -15,7 +15,6 @@ The loop's :meth:`LoopOptimizer.step` makes the updates that stages have left, a
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, told
+from overlap._checks import check_flag, digest, told
 from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
@@ -378,8 +377,8 @@ class Update(UpdateStage, Generic[L]):
         for place, group in enumerate(self.optimizer.param_groups):
             members = [names[parameter] for parameter in group["params"] if parameter in names]
             values = {key: _as_text(value) for key, value in group.items() if key not in ("params", "param_names")}
-            digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
-            values["the list of parameters"] = f"{', '.join(members[:3])}, ... ({len(members)}, digest {digest})"
+            shown = f"{', '.join(members[:3])}, ... ({len(members)}, digest {digest(members)})"
+            values["the list of parameters"] = shown
             of_group = f"of group {place} of {self.optimizer_name}"
             settings.update({f"{key} {of_group}": value for key, value in values.items()} if members else {})
         return settings

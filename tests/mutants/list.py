@@ -55,8 +55,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hyperparameters are not compared at registration": Mutant(
         "hooks/engine/registration.py",
-        'digest {_digest(named)}", **update.settings}',
-        'digest {_digest(named)}"}',
+        'digest {digest(named)}", **update.settings}',
+        'digest {digest(named)}"}',
         "optim/test_step_registered.py -k other_hyperparameters",
     ),
     "an abandoned backward is not noticed": Mutant(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import warnings
 import weakref
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp
+from overlap._checks import check_ddp, digest
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
@@ -363,9 +362,9 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
     """
     names = runtime.context.names or {}
     parts = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in names.items()]
-    layout = f"a model of {len(parts)} parameters (names, shapes and dtypes: {_digest(parts)})"
+    layout = f"a model of {len(parts)} parameters (names, shapes and dtypes: {digest(parts)})"
     settings = [
-        {f"the list of parameters of {update!r}": f"{_listed(named)}, digest {_digest(named)}", **update.settings}
+        {f"the list of parameters of {update!r}": f"{_listed(named)}, digest {digest(named)}", **update.settings}
         for update, named in shares_of(runtime.updates, names)
     ]
     described = agreement.agree([f"{runtime.stage.signature} for {layout}", fingerprint(names), settings])
@@ -408,10 +407,6 @@ def _divided(runtime: Runtime) -> str:
         return ""
     words = [f"; {update!r} updates {_listed(named)}" for update, named in shares]
     return "".join([*words, f"; no update has {_listed(rest)}" if rest else ""])
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
 def _listed(names: Sequence[str]) -> str:
