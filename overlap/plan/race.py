@@ -100,6 +100,9 @@ class Race:
         self.more_s = 0.0
         """How many seconds more a race of all would have taken, where only some have raced."""
         self._group: dist.ProcessGroup | None = None
+        self._abandoned: list[dist.ProcessGroup] = []
+        """Kept longer than the lanes. A reducer that frees a Gloo group waits, with the GIL, for the group's threads,
+        and one of these waits for the GIL if it frees a collective that has failed; Python frees a group without it."""
         self._lanes: dict[Candidate, _Lane] = {}
         self._add_ms = 0.0
         """How long it takes to build a candidate, with its first steps."""
@@ -309,6 +312,7 @@ class Race:
         self._lanes.clear()
         group, self._group = self._group, None
         if group is not None:
+            self._abandoned.append(group)
             abandon_group(group)
             dist.destroy_process_group(group)
 
