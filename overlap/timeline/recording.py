@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,8 +32,7 @@ from overlap.hooks.engine.background import BETWEEN_PASSES, Subject
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import walk
 from overlap.ranks.collectives import of_all_ranks
-from overlap.timeline.pictures import check_path, save_reports
-from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport
+from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, save_reports
 
 __all__ = ["Clock", "EventClock", "Recorder", "StepRecord", "Timeline", "clock_for", "read_steps", "synchronized"]
 
@@ -139,20 +139,11 @@ class Timeline:
             self._report = Report(title=self._title, ranks=synchronized(of_all_ranks(own, self._ddp.process_group)))
         return self._report
 
-    def save(self, path: Any, *, step: int | None = None) -> None:
-        """Draw one step into a file. Every rank calls this, as :meth:`report`; rank 0 writes.
-
-        Args:
-            path: the file to write, a ``str`` or ``Path`` that ends in ``.png``, ``.svg`` or ``.pdf``.
-            step: which step to draw, counted from 0; by default the one that took rank 0 the median time.
-
-        Raises:
-            ConfigurationError: the suffix is none of these, there is no such step, or matplotlib is missing.
-        """
-        check_path(path)
+    def save(self, path: str | Path) -> None:
+        """Draw the median step, as :func:`save_reports`. Every rank calls this, as :meth:`report`; rank 0 writes."""
         report = self.report()
         if self._ddp.process_group.rank() == 0:
-            save_reports({report.title: report}, path, step=step)
+            save_reports({report.title: report}, path)
 
 
 class Clock:
@@ -409,12 +400,8 @@ def _watching(ddp: DistributedDataParallel, recorder: Recorder) -> Iterator[None
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        output = list(output.values())
-    elif is_dataclass(output):
-        output = [getattr(output, entry.name) for entry in fields(output)]
-    if isinstance(output, list | tuple):
-        for value in output:
+    elif isinstance(output, (Mapping, list, tuple)):
+        for value in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors(value)
 
 

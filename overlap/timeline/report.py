@@ -1,13 +1,17 @@
-"""The recorded steps of all ranks: intervals, and what follows from them. All times are in ms."""
+"""The recorded steps of all ranks: intervals, what follows from them, a table and a picture. All times are in ms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Activity", "BucketReport", "Interval", "Kind", "Phase", "Report", "StepReport"]
+from overlap._checks import require_extra
+from overlap.errors import ConfigurationError
+
+__all__ = ["Activity", "BucketReport", "Interval", "Kind", "Phase", "Report", "StepReport", "save_reports"]
 
 PhaseName = Literal["buffers", "forward", "loss", "backward", "finalization", "optimizer", "wait"]
 Kind = Literal["reduce", "transform", "update", "gather", "average"]
@@ -289,3 +293,97 @@ def _table(columns: _Columns, entries: Sequence[Any]) -> list[str]:
     rows = [list(columns), *([cell(entry) for cell in columns.values()] for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+# The picture ---------------------------------------------------------------------------------------------------------
+
+_COLORS = {
+    "forward": "#a6cee3",
+    "loss": "#d9e8f2",
+    "backward": "#4a90c2",
+    "finalization": "#b9c4ce",
+    "optimizer": "#59a75a",
+    "buffers": "#f2cf3c",
+    "transform": "#d98cb3",
+    "reduce": "#f28e3c",
+    "update": "#59a75a",
+    "gather": "#9a6fb8",
+    "average": "#2fb3b3",
+    "exposed communication": "#d62728",
+}
+_LANES = ("compute", "communication", "stages")
+_MOST_RANKS = 8
+
+_Bar = tuple[str, Interval, int | None]
+"""Its meaning, when, and the index of the bucket."""
+
+
+def save_reports(reports: Mapping[str, Report], path: str | Path) -> None:
+    """Draw rank 0's median step of each report into one file: a lane for computation, communication and stages each.
+
+    Args:
+        reports: by title, in the order in which they are shown.
+        path: ends in ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        ConfigurationError: a report has no step, or matplotlib is missing.
+    """
+    require_extra("timeline", "matplotlib")
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    panels: dict[str, tuple[StepReport, ...]] = {}
+    for title, report in reports.items():
+        if (number := report.median_step()) is None:
+            raise ConfigurationError(f"no step was recorded of {title!r}: train some steps inside `with Timeline(ddp)`")
+        panels[f"{title} (step {number})"] = report.of_step(number)[:_MOST_RANKS]
+    heights = [len(_LANES) * len(steps) for steps in panels.values()]
+    figure = Figure(figsize=(11.0, 1.5 + 0.5 * sum(heights)), dpi=130, layout="constrained")
+    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    shown: set[str] = set()
+    for axes, (title, steps) in zip(rows, panels.items(), strict=True):
+        axes.set_title(title, fontsize=10, loc="left")
+        shown |= _draw(axes, steps)
+    rows[-1].set_xlabel("ms from the start of the first rank's step; numbers: buckets; triangles: gradients are ready")
+    handles = [Patch(color=color, label=meaning) for meaning, color in _COLORS.items() if meaning in shown]
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=9, frameon=False)
+    figure.savefig(path)
+
+
+def _draw(axes: Any, steps: Sequence[StepReport]) -> set[str]:
+    """One step on each of its ranks; returns the meanings of its bars."""
+    origin_ms = min(step.start_ms for step in steps)
+    meanings = set()
+    for rank, step in enumerate(steps):
+        shift_ms, top = step.start_ms - origin_ms, len(_LANES) * rank
+        for lane, bars in enumerate((_computed(step), _activities(step, True), _activities(step, False))):
+            for meaning, one, index in bars:
+                meanings.add(meaning)
+                # Buckets in flight at the same time, one above the other.
+                height = 0.8 if index is None else 0.4
+                place = top + lane - 0.4 + (height * (index % 2) if index is not None else 0.0)
+                left_ms = shift_ms + one.start_ms
+                axes.broken_barh([(left_ms, one.duration_ms)], (place, height), facecolors=_COLORS[meaning])
+                if index is not None and one.duration_ms > 0.01 * step.step_ms:
+                    axes.text(left_ms, place + height / 2, f" {index}", va="center", fontsize=7)
+        ready_ms = [shift_ms + bucket.ready_ms for bucket in step.buckets]
+        axes.plot(ready_ms, [top - 0.5] * len(ready_ms), ls="", marker="v", ms=4, color="black")
+        axes.axvline(shift_ms + step.step_ms, color="black", lw=1, ls="--")
+    labels = [f"rank {step.rank}  {lane}" for step in steps for lane in _LANES]
+    axes.set_yticks(range(len(labels)), labels, fontsize=9)
+    axes.set_ylim(len(labels) - 0.5, -0.7)
+    return meanings
+
+
+def _computed(step: StepReport) -> Iterator[_Bar]:
+    for phase in step.phases:
+        if phase.name not in ("buffers", "wait"):
+            yield from ((phase.name, part, None) for part in without([phase], step.waits))
+    yield from (("exposed communication", part, None) for part in intersection(step.waits, step.communication))
+
+
+def _activities(step: StepReport, is_collective: bool) -> Iterator[_Bar]:
+    if is_collective:
+        yield from (("buffers", phase, None) for phase in step.in_phase("buffers"))
+    for bucket in step.buckets:
+        yield from ((one.kind, one, bucket.index) for one in bucket.activities if one.is_collective is is_collective)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from overlap import ConfigurationError, _checks
 from overlap.timeline import Activity, BucketReport, Interval, Phase, Report, StepReport, save_reports
-from overlap.timeline.pictures import lanes
 from overlap.timeline.report import hull, intersection, length_ms, union, without
 
 
@@ -83,16 +82,6 @@ def test_intersection_and_difference_are_those_of_sets(left: list[Interval], rig
     assert _moments(without(left, right)) == _moments(left) - _moments(right)
 
 
-@given(INTERVALS)
-def test_no_two_intervals_of_a_lane_overlap_and_no_lane_is_spare(intervals: list[Interval]) -> None:
-    chosen = lanes(intervals)
-    for lane in set(chosen):
-        own = [one for one, place in zip(intervals, chosen, strict=True) if place == lane]
-        assert sum(one.duration_ms for one in own) == length_ms(own)
-    crowd = max((sum(moment in _moments([one]) for one in intervals) for moment in range(51)), default=0)
-    assert len(set(chosen)) == crowd
-
-
 def test_what_follows_from_the_intervals_of_a_step() -> None:
     one = step()
     assert (one.forward, one.backward) == (Interval(4.0, 20.0), Interval(22.0, 60.0))
@@ -148,37 +137,17 @@ def test_a_report_without_steps_says_so() -> None:
     assert "no step was recorded" in str(Report(title="plain DDP", ranks=((), ())))
 
 
-# Pictures ----------------------------------------------------------------------------------------------------
+# As a picture ------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_shows_every_rank_and_what_the_colors_mean(tmp_path: Path) -> None:
+def test_a_picture_shows_every_rank_and_what_the_colors_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     save_reports({"plain": report(), "overlapped": report(1)}, tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()
-    for words in ("rank 1  communication", "plain (step 2)", "ms from the start", "waits for communication", "reduce"):
+    for words in ("rank 1  communication", "plain (step 2)", "ms from the start", "exposed communication", "reduce"):
         assert f"<!-- {words}" in text, words
-
-
-def test_one_step_of_a_report_can_be_chosen(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    save_reports({"plain": report()}, tmp_path / "step.png", step=1)
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigurationError, match=r"step is 3, .*\(plain\) are: 0 to 2"):
-        save_reports({"plain": report()}, tmp_path / "step.png", step=3)
-    with pytest.raises(ConfigurationError, match=r"recorded.*are: none"):
+    with pytest.raises(ConfigurationError, match=r"no step was recorded of 'plain'"):
         save_reports({"plain": Report(title="plain DDP", ranks=((), ()))}, tmp_path / "step.png")
-
-
-# Files -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["step", "step.json"])
-def test_a_file_that_is_no_picture(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"path is '{name}': a picture ends in .png, .svg, .pdf"):
-        save_reports({"plain": report()}, name)
-
-
-def test_without_matplotlib_a_picture_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"^matplotlib not installed: pip install '\.\[timeline\]' in a clone"):
         save_reports({"plain": report()}, tmp_path / "step.png")
