@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError
-from overlap.integrations._extras import needs
-from overlap.integrations._run import ChainFor, LocalSGDFor, Recipe
-from overlap.join import Join
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, needs, save_files
 
 with needs("accelerate"):
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
+    from accelerate.optimizer import patch_optimizer_step
+    from accelerate.utils import DDPCommunicationHookType
 
-from overlap.integrations._attached import Attached, attach, check_kind
+__all__ = ["prepare", "remove"]
 
-__all__ = ["join_uneven_inputs", "prepare", "remove"]
+_ATTACHED = "_overlap_attached"
+_SCALES = "mixed_precision='fp16' decides after backward whether to step"
 
 
 def prepare(
@@ -61,7 +65,7 @@ def prepare(
     """
     recipe = Recipe(chain, local_sgd)
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    check_kind(accelerator)
+    _check_kind(accelerator)
     ddp, *prepared = accelerator.prepare(model, *optimizers, *others)
     accelerated = prepared[: len(optimizers)]
     run = attach(accelerator, ddp, accelerated, recipe)
@@ -76,39 +80,206 @@ def remove(accelerator: Accelerator) -> None:
         attached.detach(run)
 
 
-@contextmanager
-def join_uneven_inputs(
-    accelerator: Accelerator, joinables: Sequence[Any], even_batches: bool = False, **options: Any
-) -> Iterator[Join]:
-    """As ``accelerator.join_uneven_inputs``, with :class:`overlap.Join`, which works on CPUs too.
-
-    ::
-
-        with join_uneven_inputs(accelerator, [model, optimizer, scheduler]) as join:
-            for x, y in join.iterate(loader): ...
+def attach(
+    accelerator: Accelerator, model: nn.Module, accelerated: Sequence[Any], recipe: Recipe, *, late: str = ""
+) -> Run:
+    """Carry out ``recipe`` on what ``accelerator.prepare`` has returned; its optimizers then step what is registered.
 
     Args:
-        accelerator: that prepared the loaders.
-        joinables: prepared models, optimizers and schedulers.
-        even_batches: whether its loaders make all ranks' numbers of batches equal; then there is nothing to join.
-        **options: of :class:`overlap.Join`.
+        accelerator: of several processes.
+        model: prepared.
+        accelerated: its prepared optimizers.
+        recipe: what to register.
+        late: as of :class:`Run`; a scaler's is known here.
 
     Raises:
-        ConfigurationError: gradients are accumulated, which ranks would end at different batches.
+        ConfigurationError: as :func:`prepare`.
     """
-    if (steps := accelerator.gradient_accumulation_steps) > 1 and not even_batches:
-        raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} with uneven inputs: each rank would step at the end of its own "
-            "loader, and not where the others do; use 1, or even_batches=True"
-        )
-    samplers = [loader.batch_sampler for loader in accelerator._dataloaders if hasattr(loader, "batch_sampler")]
-    samplers = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
-    before = [sampler.even_batches for sampler in samplers]
-    for sampler in samplers:
-        sampler.even_batches = even_batches
+    _check_kind(accelerator)
+    attached = Attached.to(accelerator)
+    attached.detach_freed(also=accelerated)
+    late = late or (_SCALES if accelerator.scaler is not None else "")
+    run = Run(recipe, model, [unwrapped(one) for one in accelerated], late=late)
     try:
-        with Join(joinables, enable=not even_batches, **options) as join:
-            yield join
-    finally:
-        for sampler, value in zip(samplers, before, strict=True):
-            sampler.even_batches = value
+        _check_run(accelerator, run)
+    except ConfigurationError:
+        run.remove()
+        raise
+    attached.add(run, accelerated)
+    return run
+
+
+class Attached:
+    """The runs of one accelerator, and what its methods then do: clip, save and load."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._holders: dict[Run, list[Any]] = {}
+        self._folder = ""
+        accelerator.clip_grad_norm_ = self._clip_norm(accelerator.clip_grad_norm_)
+        accelerator.clip_grad_value_ = self._clip_value(accelerator.clip_grad_value_)
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._note_folder)
+        accelerator.load_state = self._load_state(accelerator.load_state)
+
+    @classmethod
+    def to(cls, accelerator: Accelerator) -> Attached:
+        """That of ``accelerator``, made at the first call."""
+        kept: dict[str, Any] = vars(accelerator)
+        if _ATTACHED not in kept:
+            kept[_ATTACHED] = cls(accelerator)
+        attached: Attached = kept[_ATTACHED]
+        return attached
+
+    @property
+    def runs(self) -> list[Run]:
+        """In the order of their models."""
+        return list(self._holders)
+
+    def add(self, run: Run, accelerated: Sequence[Any]) -> None:
+        """``accelerated`` optimizers now step what is registered."""
+        self._holders[run] = list(accelerated)
+        for outer, inner in zip(accelerated, run.optimizers, strict=True):
+            _put_in(outer, inner)
+            if outer.scaler is not None and (run.updates or run.is_local):
+                outer.step = _step_that_tells_of_skips(outer)
+
+    def detach(self, run: Run) -> None:
+        """Undo :meth:`add`, and what ``run`` has registered."""
+        holders = self._holders.pop(run)
+        run.remove()
+        for outer, inner, given in zip(holders, run.optimizers, run.given, strict=True):
+            if outer.optimizer is inner:
+                _put_in(outer, given)
+                vars(outer).pop("step", None)
+
+    def detach_freed(self, *, also: Sequence[Any] = ()) -> None:
+        """Detach the runs of optimizers that ``accelerator.free_memory()`` has let go, ``also`` those of these."""
+        kept = set(map(id, self._accelerator._optimizers)) - set(map(id, also))
+        for run, holders in list(self._holders.items()):
+            if kept.isdisjoint(map(id, holders)):
+                self.detach(run)
+
+    def _clip_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """For gradients that are there until ``step()``; those of a divided optimizer are clipped by its own method."""
+
+        @wraps(clip)
+        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+            wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            runs = [run for run in self.runs if run.has_any(wanted)]
+            if max_norm != float("inf"):
+                for run in runs:
+                    run.refuse_in_backward(
+                        f"clip_grad_norm_(..., {max_norm}) comes after backward",
+                        f", or leave it out and clip in the chain, clip_grad_norm={max_norm}",
+                    )
+            if not any(run.sharded and run.updates for run in runs):
+                if not any(run.makes_updates_in_backward for run in runs):
+                    return clip(wanted, max_norm, norm_type)
+                gradients = [parameter.grad for parameter in wanted if parameter.grad is not None]
+                return get_total_norm(gradients, norm_type)  # Gradients are read-only.
+            if len(runs) > 1 or len(runs[0].optimizers) > 1:
+                raise ConfigurationError("clip_grad_norm_ of several divided optimizers: use ClipGradNorm in the chain")
+            zero = runs[0].sharded[0]
+            covered = {id(parameter) for group in zero.param_groups for parameter in group["params"]}
+            if {id(parameter) for parameter in wanted if parameter.requires_grad} != covered:
+                raise ConfigurationError(
+                    "clip_grad_norm_ of a part of a divided optimizer's parameters: give it all, or use ClipGradNorm "
+                    "in the chain"
+                )
+            if max_norm == float("inf"):
+                runs[0].refuse_in_backward(
+                    "the norm of gradients is asked for after backward, when a rank has its share alone"
+                )
+            self._accelerator.unscale_gradients()
+            return zero.clip_grad_norm_(max_norm, norm_type)
+
+        return clip_grad_norm_
+
+    def _clip_value(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(clip)
+        def clip_grad_value_(parameters: Any, clip_value: float) -> Any:
+            wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            runs = [run for run in self.runs if run.has_any(wanted)]
+            for run in runs:
+                run.refuse_in_backward(
+                    f"clip_grad_value_(..., {clip_value}) comes after backward",
+                    f", or bucket.buffer.clamp_(-{clip_value}, {clip_value}) in a function after the reducer",
+                )
+            with ExitStack() as opened:
+                for run in runs:
+                    opened.enter_context(run.parts_opened())
+                return clip(wanted, clip_value)
+
+        return clip_grad_value_
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        self.detach_freed()
+        save_files(folder, self._accelerator.process_index, self.runs)
+        for run in self.runs:
+            run.consolidate()  # Last: any use of a divided state makes it be gathered anew.
+
+    def _note_folder(self, models: Any, folder: str) -> None:
+        self._folder = folder
+
+    def _load_state(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Ours is loaded after what Accelerate loads, whose hook comes before."""
+
+        @wraps(load)
+        def load_state(*args: Any, **kwargs: Any) -> Any:
+            result = load(*args, **kwargs)
+            self.detach_freed()
+            load_files(self._folder, self._accelerator.process_index, self.runs)
+            return result
+
+        return load_state
+
+
+def _check_kind(accelerator: Accelerator) -> None:
+    """Raises: ConfigurationError: it does not use DDP, or has a communication hook of its own."""
+    kind = accelerator.distributed_type
+    if not (kind == DistributedType.MULTI_CPU or accelerator.multi_device):
+        raise ConfigurationError(
+            f"a chain needs DistributedDataParallel, and this accelerator's distributed_type is {kind.value}: start "
+            "several processes, with torchrun or accelerate launch, without FSDP and DeepSpeed"
+        )
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        raise ConfigurationError(
+            f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook.value!r}) and a chain both decide what "
+            "happens to gradients: leave comm_hook out, and put its stage into the chain, such as Cast(torch.float16)"
+        )
+
+
+def _put_in(outer: Any, optimizer: Any) -> None:
+    """Have Accelerate's ``outer`` step ``optimizer``."""
+    outer.optimizer = optimizer
+    if outer.scaler is not None:
+        outer._optimizer_original_step_method = optimizer.step
+        outer._optimizer_patched_step_method = patch_optimizer_step(outer, optimizer.step)
+
+
+def _step_that_tells_of_skips(outer: Any) -> Callable[..., None]:
+    """``outer.step``, after which ``outer.step_was_skipped`` is right.
+
+    Accelerate looks whether the scaler has called the optimizer's ``step``. It always calls ours, which checks itself
+    whether gradients are finite.
+    """
+    step = outer.step
+
+    @wraps(step)
+    def telling_step(closure: Callable[[], Any] | None = None) -> None:
+        before = outer.scaler.get_scale()
+        step(closure)
+        if outer.gradient_state.sync_gradients:
+            outer._is_overflow = outer.scaler.get_scale() < before
+
+    return telling_step
+
+
+def _check_run(accelerator: Accelerator, run: Run) -> None:
+    if accelerator.scaler is not None:
+        run.refuse_in_backward(_SCALES, ", or 'bf16'")
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch") and accelerator.gradient_accumulation_steps > 1:
+        steps = accelerator.gradient_accumulation_steps
+        run.refuse_in_backward(f"sync_each_batch=True reduces each batch, and steps every {steps} batches")

@@ -29,8 +29,7 @@ from overlap.hooks import Hierarchical, PostLocal, Role, Stage
 from overlap.hooks import chain as chain_of
 from overlap.hooks.adapters import HookStage
 from overlap.hooks.stage import walk
-from overlap.integrations._extras import needs
-from overlap.integrations._run import ChainFor, Recipe, Run
+from overlap.integrations._common import ChainFor, Recipe, Run, needs
 from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.resume import load_state_dict, state_dict

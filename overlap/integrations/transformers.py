@@ -8,15 +8,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
-from overlap.integrations import _files
-from overlap.integrations._extras import needs
-from overlap.integrations._run import ChainFor, LocalSGDFor, Recipe, Run
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, needs, save_files
 from overlap.optim import ZeroRedundancyOptimizer
 
 with needs("transformers"):
     from transformers import Trainer, TrainerCallback
 
-from overlap.integrations._attached import Attached, attach
+from overlap.integrations.accelerate import Attached, attach
 
 __all__ = ["OverlapCallback", "OverlapMixin", "OverlapTrainer"]
 
@@ -82,7 +80,7 @@ class OverlapMixin:
             run.consolidate()
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if run is not None:
-            _files.save(output_dir, self.args.process_index, [run])  # type: ignore[attr-defined]
+            save_files(output_dir, self.args.process_index, [run])  # type: ignore[attr-defined]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -116,7 +114,7 @@ class OverlapCallback(TrainerCallback):
                 f", or give max_grad_norm=0 and clip in the chain, clip_grad_norm={args.max_grad_norm}",
             )
         if resume is not None:
-            _files.load(resume, args.process_index, [run])
+            load_files(resume, args.process_index, [run])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer

@@ -34,12 +34,14 @@ JOINED = "= PyTorch loop"
 ROUNDED = "= plain, up to the order of summation"
 
 _EVERY = ("interleaved", "deferred", "zero", "zero deferred", "reducer", "local")
+_FEW = ("interleaved", "zero", "local")
+"""Where the form can hardly matter."""
 
 
-def _row(default: str | None = PLAIN, **others: str | Refused | None) -> dict[str, str | Refused]:
-    """All forms as ``default`` says, and some otherwise; where ``None``, the table has no cell."""
-    row = dict.fromkeys(_EVERY, default) | {form.replace("_", " "): cell for form, cell in others.items()}
-    return {form: row[form] for form in FORMS if row.get(form) is not None}  # type: ignore[misc]
+def _row(default: str = PLAIN, *, of: tuple[str, ...] = _EVERY, **others: str | Refused) -> dict[str, str | Refused]:
+    """The forms ``of`` as ``default`` says, and ``others`` otherwise."""
+    row = dict.fromkeys(of, default) | {form.replace("_", " "): cell for form, cell in others.items()}
+    return {form: row[form] for form in FORMS if form in row}
 
 
 _LATE_NORM = Refused("clips after backward", "clip_grad_norm_(..., 0.05) comes after backward")
@@ -47,64 +49,65 @@ _LATE_VALUE = Refused("clips after backward", "clip_grad_value_(..., 0.01) comes
 _SYNC = Refused("steps every k batches", "sync_each_batch=True reduces each batch, and steps every 3 batches")
 _ADDS = Refused("`ZeroStep` cannot add backwards up", "a second backward began before")
 
+_DEFERRED = ("deferred",)
+_WITHOUT_LOCAL = ("interleaved", "deferred", "zero", "zero deferred", "reducer")
+_WITHOUT_REDUCER = ("interleaved", "deferred", "zero", "zero deferred", "local")
+_SUMMED = {"zero": ROUNDED, "zero_deferred": ROUNDED}
+
 FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
     "Lightning": {
         "`fit` with validation and a schedule": _row(),
         "`accumulate_grad_batches=3`": _row(),
-        "`gradient_clip_val`": _row(zero=ROUNDED, zero_deferred=ROUNDED),
-        "clipping in the chain": _row(None, deferred=PLAIN, zero_deferred=ROUNDED),
-        '`gradient_clip_val`, `gradient_clip_algorithm="value"`': _row(),
-        '`precision="bf16-mixed"`': _row(),
-        '`precision="bf16-true"`': _row(),
-        '`precision="64-true"`': _row(),
-        '`precision="16-mixed"`, with skipped updates': _row(reducer=None),
-        '`precision="16-mixed"`, `gradient_clip_val`': _row(zero=ROUNDED, zero_deferred=ROUNDED, reducer=None),
-        "manual optimization": _row(),
-        "two optimizers, manual: a GAN with `skip_update()`": _row(local=None),
-        "two `fit` of one trainer": _row(),
+        "`gradient_clip_val`": _row(**_SUMMED),
+        "clipping in the chain": _row(of=_DEFERRED, zero_deferred=ROUNDED),
+        '`gradient_clip_val`, `gradient_clip_algorithm="value"`': _row(of=_FEW, zero_deferred=PLAIN),
+        '`precision="bf16-mixed"`': _row(of=_FEW),
+        '`precision="16-mixed"`, with skipped updates': _row(of=_WITHOUT_REDUCER),
+        '`precision="16-mixed"`, `gradient_clip_val`': _row(of=_WITHOUT_REDUCER, **_SUMMED),
+        "manual optimization": _row(of=_FEW),
+        "two optimizers, manual: a GAN with `skip_update()`": _row(of=_WITHOUT_LOCAL),
         "`validate`, `fit`, `test`, `predict`, `fit` of one trainer": _row(),
-        "`LearningRateFinder`": _row(),
-        "`StochasticWeightAveraging`, `EMAWeightAveraging`": _row(),
-        "a checkpoint, resumed": _row(SAME_RUN, powersgd=SAME_RUN),
+        "`LearningRateFinder`": _row(of=_FEW),
+        "`StochasticWeightAveraging`, `EMAWeightAveraging`": _row(of=_FEW),
+        "a checkpoint, resumed": _row(SAME_RUN, of=_FEW, powersgd=SAME_RUN),
         "a checkpoint within an epoch, resumed": _row(SAME_RUN, powersgd=SAME_RUN),
-        "a checkpoint within an accumulation, resumed": _row(),
-        "a checkpoint, resumed in plain Lightning": _row(powersgd=None, local=None),
-        "a checkpoint of plain Lightning, resumed": _row(powersgd=None, local=None),
-        "uneven inputs": _row(JOINED),
+        "a checkpoint within an accumulation, resumed": _row(of=_FEW),
+        "a checkpoint, resumed in plain Lightning": _row(of=("interleaved", "zero")),
+        "a checkpoint of plain Lightning, resumed": _row(of=("interleaved", "zero")),
     },
     "Accelerate": {
         "a loop with a schedule": _row(),
         "`accumulate`, 3 batches": _row(),
-        "`accumulate`, `sync_each_batch=True`": _row(interleaved=_SYNC, zero=_SYNC, zero_deferred=_ADDS, local=PLAIN),
+        "`accumulate`, `sync_each_batch=True`": _row(
+            of=("deferred", "local"), interleaved=_SYNC, zero=_SYNC, zero_deferred=_ADDS
+        ),
         "`clip_grad_norm_`": _row(interleaved=_LATE_NORM, zero=_LATE_NORM, zero_deferred=ROUNDED),
         "`clip_grad_value_`": _row(interleaved=_LATE_VALUE, zero=_LATE_VALUE),
-        '`mixed_precision="bf16"`': _row(),
+        '`mixed_precision="bf16"`': _row(of=_FEW),
         '`mixed_precision="fp16"`, with skipped updates': _row(),
-        '`mixed_precision="fp16"`, `clip_grad_norm_`': _row(zero=ROUNDED, zero_deferred=ROUNDED),
-        "two models, one of them with a chain, and `clip_grad_norm_` of the other": _row(),
-        "another model after `free_memory()`": _row(),
+        '`mixed_precision="fp16"`, `clip_grad_norm_`': _row(**_SUMMED),
+        "two models, one of them with a chain, and `clip_grad_norm_` of the other": _row(of=_FEW),
+        "another model after `free_memory()`": _row(of=_FEW),
         "`save_state`, `load_state`": _row(SAME_RUN, powersgd=SAME_RUN),
-        "`save_state` within an accumulation, `load_state`": _row(),
-        "`save_state`, `load_state` in plain Accelerate": _row(local=None),
-        "`save_state` of plain Accelerate, `load_state`": _row(local=None),
-        "`join_uneven_inputs`": _row(JOINED),
+        "`save_state` within an accumulation, `load_state`": _row(of=_FEW),
+        "`save_state`, `load_state` in plain Accelerate": _row(of=("interleaved", "zero")),
+        "`save_state` of plain Accelerate, `load_state`": _row(of=("interleaved", "zero")),
+        "`overlap.Join`, with `even_batches=False`": _row(JOINED, of=_FEW),
     },
     "HF Trainer": {
         "BERT, `max_grad_norm=0`": _row(),
-        "GPT-2, `max_grad_norm=0`": _row(),
-        "`max_grad_norm`": _row(zero=ROUNDED, zero_deferred=ROUNDED),
-        "`max_grad_norm` and `ddp_find_unused_parameters` as by default": _row(zero=ROUNDED, zero_deferred=ROUNDED),
-        "`gradient_accumulation_steps=3`": _row(),
-        "`bf16=True`": _row(),
-        "`gradient_checkpointing=True`": _row(),
-        "evaluation, and the best model loaded at the end": _row(),
-        "two `train()` of one trainer": _row(),
-        "`train()` after one that failed": _row(),
-        "`auto_find_batch_size=True`, at the second attempt": _row(),
-        "a checkpoint, resumed: BERT": _row(SAME_RUN, powersgd=SAME_RUN),
-        "a checkpoint, resumed: GPT-2": _row(None, interleaved=SAME_RUN, zero=SAME_RUN, powersgd=SAME_RUN),
-        "a checkpoint, resumed in the plain Trainer": _row(local=None),
-        "a checkpoint of the plain Trainer, resumed": _row(local=None),
+        "GPT-2, `max_grad_norm=0`": _row(of=("interleaved",)),
+        "`max_grad_norm`": _row(**_SUMMED),
+        "`max_grad_norm` and `ddp_find_unused_parameters` as by default": _row(of=("interleaved", "local")),
+        "`gradient_accumulation_steps=3`": _row(of=_FEW),
+        "`bf16=True`": _row(of=_FEW),
+        "`gradient_checkpointing=True`": _row(of=("interleaved",)),
+        "evaluation, and the best model loaded at the end": _row(of=_FEW),
+        "`train()` after one that failed": _row(of=_FEW),
+        "`auto_find_batch_size=True`, at the second attempt": _row(of=_FEW),
+        "a checkpoint, resumed": _row(SAME_RUN, powersgd=SAME_RUN),
+        "a checkpoint, resumed in the plain Trainer": _row(of=("interleaved", "zero")),
+        "a checkpoint of the plain Trainer, resumed": _row(of=("interleaved", "zero")),
     },
 }
 

@@ -7,14 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from comparing import model_of_two_buckets, state_of
 from forms import optimizer_of, options_of
 from lightning_runs import BATCHES, CLIP, left_by, loader_of, module_of, strategy_of, trainer_of
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-
-from overlap import Join
 
 __all__ = ["play"]
 
@@ -25,7 +20,6 @@ def play(feature: str, form: str, folder: str) -> Any:
     """What the run of a row leaves; see :func:`playing.check_row`."""
     if feature in SPECIAL:
         return SPECIAL[feature](form, folder)
-    dtype = torch.float32
     options: dict[str, Any] = {}
     strategy = None
     if feature == "`accumulate_grad_batches=3`":
@@ -45,17 +39,8 @@ def play(feature: str, form: str, folder: str) -> Any:
         options["plugins"] = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     elif "precision" in feature:
         options["precision"] = feature.split('"')[1]
-        dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(options["precision"], dtype)
     module = module_of(form, is_manual=feature == "manual optimization")
     trainer = trainer_of(form, strategy, **options)
-    trainer.fit(module, loader_of(dtype=dtype), loader_of(2, dtype))
-    return left_by(trainer, module)
-
-
-def _two_fits(form: str, folder: str) -> Any:
-    module, trainer = module_of(form), trainer_of(form, max_epochs=1)
-    trainer.fit(module, loader_of(), loader_of(2))
-    trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader_of(), loader_of(2))
     return left_by(trainer, module)
 
@@ -211,35 +196,7 @@ def _resumed_from_plain(form: str, folder: str) -> Any:
     return left_by(*_fit(form, 3, resume=path))
 
 
-def _uneven(form: str, folder: str) -> Any:
-    rank = dist.get_rank()
-    batches = (3, 5)[rank]
-    module = module_of(form)
-    strategy = strategy_of(form, uneven_inputs=True)
-    trainer = trainer_of(form, strategy)
-    trainer.fit(module, loader_of(batches), loader_of(2))
-    net = model_of_two_buckets()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
-    optimizer, losses = optimizer_of("plain", ddp.parameters()), []
-    if form == "local":  # A rank without inputs makes no steps of its own there.
-        optimizer = options_of(form)["local_sgd"](ddp, optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for _ in range(2):
-        with Join([ddp, optimizer], lengths=batches):
-            for x, y in loader_of(batches):
-                optimizer.zero_grad()
-                loss = cross_entropy(ddp(x), y)
-                losses.append(loss.detach().clone())
-                loss.backward()
-                optimizer.step()
-        scheduler.step()
-    joined = {**state_of(net, optimizer), "losses": losses}
-    found = left_by(trainer, module)
-    return found, {key: value for key, value in joined.items() if key in found}
-
-
 SPECIAL: dict[str, Callable[[str, str], Any]] = {
-    "two `fit` of one trainer": _two_fits,
     "`validate`, `fit`, `test`, `predict`, `fit` of one trainer": _everything,
     "two optimizers, manual: a GAN with `skip_update()`": _gan,
     "`LearningRateFinder`": _found_rate,
@@ -249,5 +206,4 @@ SPECIAL: dict[str, Callable[[str, str], Any]] = {
     "a checkpoint within an accumulation, resumed": _resumed_within_an_accumulation,
     "a checkpoint, resumed in plain Lightning": _resumed_in_plain,
     "a checkpoint of plain Lightning, resumed": _resumed_from_plain,
-    "uneven inputs": _uneven,
 }

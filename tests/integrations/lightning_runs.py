@@ -17,11 +17,10 @@ CLIP = 0.05
 BATCHES = 7
 
 
-def loader_of(batches: int = BATCHES, dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
+def loader_of(batches: int = BATCHES) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     drawn = [
-        (torch.randn(4, 8, generator=generator).to(dtype), torch.randint(4, (4,), generator=generator))
-        for _ in range(batches)
+        (torch.randn(4, 8, generator=generator), torch.randint(4, (4,), generator=generator)) for _ in range(batches)
     ]
     return DataLoader(drawn, batch_size=None)  # type: ignore[arg-type]
 

@@ -1,8 +1,7 @@
 """Optimizers of other packages, beside plain DDP on two ranks.
 
 ``PYTHONPATH=tests python tests/integrations/optimizers.py`` writes docs/reports/optimizers.md. Names behind it, like
-``pytorch_optimizer.Lion`` or ``timm``, play those alone and print their rows. With ``--options`` it makes the
-experiment in one process instead, with each option of each known optimizer turned (minutes).
+``pytorch_optimizer.Lion`` or ``timm``, play those alone and print their rows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimize
 from overlap.errors import OverlapError
 from overlap.optim.declared import KNOWN
 
-__all__ = ["LEFT_OUT", "PAGE", "REASONS", "arguments", "classes", "differences", "known_here", "play", "turned"]
+__all__ = ["LEFT_OUT", "PAGE", "REASONS", "arguments", "classes", "differences", "known_here", "play"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reports" / "optimizers.md"
 
@@ -178,9 +177,8 @@ So many are exact:
 {counts}
 
 `PYTHONPATH=tests .venv-integrations/bin/python tests/integrations/optimizers.py` plays them and writes this page (`make
-test-integrations` makes the environment). Names behind it, such as `timm.Lion`, play those alone; `--options` makes the
-experiment with each option of each known optimizer turned. `make test-integrations` makes it with their defaults and
-weight decay.
+test-integrations` makes the environment). Names behind it, such as `timm.Lion`, play those alone. `make
+test-integrations` makes the experiment with their defaults and weight decay.
 
 ## Not played
 
@@ -311,24 +309,6 @@ def _muon_groups(cls: type[Optimizer], groups: list[dict[str, Any]]) -> list[dic
     ]
 
 
-def variants(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
-    """Each flag of ``cls`` turned, each zero replaced, and each ``None`` replaced by values often meant."""
-    for name, parameter in inspect.signature(cls).parameters.items():
-        default = parameter.default
-        if name in {"params", "lr"} or default is parameter.empty:
-            continue
-        if isinstance(default, bool):
-            yield {name: not default}
-        elif isinstance(default, int) and default > 1:
-            yield {name: 3}
-        elif isinstance(default, (int, float)) and not default:
-            yield {name: 0.1}
-        elif default is None:
-            yield from ({name: value} for value in (True, False, 0.5))
-    yield {"foreach": True}  # Taken by pytorch_optimizer's among other keywords, as these:
-    yield from ({name: True} for name in ("adanorm", "cautious", "use_gc"))
-
-
 def differences(name: str, cls: type[Optimizer], options: Mapping[str, Any]) -> dict[str, str]:
     """What the experiment finds against the table's entry for ``cls``."""
     found = check(
@@ -336,16 +316,6 @@ def differences(name: str, cls: type[Optimizer], options: Mapping[str, Any]) -> 
     )
     units = ("interleaved", "parameter") if KNOWN[name] == "parameter" else tuple(found)
     return {unit: found[unit] for unit in units if found[unit]}
-
-
-def turned(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
-    """Each option of each of the known optimizers, and what the experiment finds with it."""
-    for name, cls in known_here().items():
-        for options in variants(cls) if name in names else ():
-            try:
-                yield name, options, differences(name, cls, {**arguments(cls), **options})
-            except (Exception, SystemExit):
-                continue  # It does not take this value, or takes no step with it.
 
 
 def _play(rank: int, world_size: int, names: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -485,12 +455,9 @@ if __name__ == "__main__":
 
     from optimizers import play as _play_on_ranks  # By a name under which ranks find it, too.
 
-    wanted = tuple(name for name in sys.argv[1:] if name != "--options")
+    wanted = tuple(sys.argv[1:])
     chosen = [name for name in classes() if not wanted or name.startswith(wanted)]
-    if "--options" in sys.argv:
-        for name, options, found in turned(chosen):
-            print(name, options, found or "=", flush=True)
-    elif wanted:
+    if wanted:
         print(json.dumps(_play_on_ranks(chosen), indent=1))
     else:
         PAGE.write_text(written(_play_on_ranks(chosen)))

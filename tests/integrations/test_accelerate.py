@@ -205,13 +205,15 @@ def _another_model(form: str, folder: str) -> Any:
 
 
 def _uneven(form: str, folder: str) -> Any:
-    from overlap.integrations.accelerate import join_uneven_inputs
+    from accelerate.utils import DataLoaderConfiguration
 
     batches = 7  # Of both ranks together.
-    accelerator = _accelerator(step_scheduler_with_optimizer=True)  # The default: a step for each process.
+    uneven = DataLoaderConfiguration(even_batches=False)
+    # The default of a scheduler: a step for each process.
+    accelerator = _accelerator(step_scheduler_with_optimizer=True, dataloader_config=uneven)
     model, optimizer, loader, scheduler = _prepared(accelerator, form, batches)
     losses = []
-    with join_uneven_inputs(accelerator, [model, optimizer, scheduler]) as join:
+    with Join([model, optimizer, scheduler]) as join:
         for x, y in join.iterate(loader):
             loss = cross_entropy(model(x), y)
             losses.append(loss.detach().clone())
@@ -252,7 +254,7 @@ _SPECIAL = {
     "`save_state` of plain Accelerate, `load_state`": _resumed_from_plain,
     "two models, one of them with a chain, and `clip_grad_norm_` of the other": _two_models,
     "another model after `free_memory()`": _another_model,
-    "`join_uneven_inputs`": _uneven,
+    "`overlap.Join`, with `even_batches=False`": _uneven,
 }
 
 
@@ -287,7 +289,7 @@ def _defer(rank: int, world_size: int) -> list[str]:
     said: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("overlap.integrations._run")
+    logger = logging.getLogger("overlap.integrations")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for options in ({}, {"deferred": False}, {"deferred": True}):

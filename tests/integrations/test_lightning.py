@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 import warnings
@@ -19,74 +18,6 @@ from playing import check_row
 
 from harness import run_ranks
 from overlap import AllReduce, ConfigurationError, Int8, LocalSGD, OverlapError
-from overlap.hooks.engine.registration import registration_of
-
-
-def _refused(rank: int, world_size: int, what: str) -> str:
-    prepare_rank(rank, world_size)
-    options: dict[str, Any] = {}
-    module, batches = module_of("interleaved"), 4 if what == "lengths" else (3, 5)[rank]
-    if what == "accumulation":
-        options["accumulate_grad_batches"] = 2
-    elif what == "max_steps":
-        options["max_steps"] = 4
-    elif what == "a validation in the epoch":
-        options["val_check_interval"] = 2
-    elif what == "a reduction in the epoch":
-        step = module.training_step
-
-        def training_step(batch: Any, batch_idx: int) -> Any:
-            loss = step(batch, batch_idx)
-            module.log("loss", loss, on_step=True, sync_dist=True)
-            return loss
-
-        module.training_step = training_step
-    trainer = trainer_of("interleaved", strategy_of("interleaved", uneven_inputs=True), **options)
-    try:
-        trainer.fit(module, loader_of(batches), loader_of(2))
-    except OverlapError as error:
-        return str(error)
-    return "trained"
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("lengths", "trained"),
-        ("accumulation", "accumulate_grad_batches=2 counts batches on each separately"),
-        ("max_steps", "max_steps=4 counts batches on each separately"),
-        ("a reduction in the epoch", "a reduction, such as that of self.log"),
-        ("a validation in the epoch", "in an epoch in which ranks have different numbers of batches"),
-    ],
-)
-def test_what_ranks_could_not_do_together_is_an_error_on_all(what: str, message: str) -> None:
-    for said in run_ranks(_refused, 2, what):
-        assert message in said
-
-
-def _fail_on_one(rank: int, world_size: int) -> str:
-    prepare_rank(rank, world_size)
-    module = module_of("interleaved")
-    step = module.training_step
-
-    def training_step(batch: Any, batch_idx: int) -> Any:
-        if rank == 1 and batch_idx == 1:
-            raise FloatingPointError("the user's")
-        return step(batch, batch_idx)
-
-    module.training_step = training_step
-    trainer = trainer_of("interleaved", strategy_of("interleaved", uneven_inputs=True))
-    try:
-        trainer.fit(module, loader_of((3, 5)[rank]))
-    except (OverlapError, FloatingPointError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "trained"
-
-
-def test_an_exception_on_one_rank_of_an_uneven_epoch_reaches_the_others() -> None:
-    first, second = run_ranks(_fail_on_one, 2)
-    assert second == "FloatingPointError: the user's"
-    assert first.startswith("PeerError") and "rank 1" in first
 
 
 def _wrong_options(rank: int, world_size: int) -> list[str]:
@@ -206,26 +137,3 @@ def test_a_checkpoint_of_a_run_that_ends_suddenly_needs_no_other_rank_and_says_w
 @pytest.mark.parametrize("feature", FRAMEWORKS["Lightning"])
 def test_lightning_with_a_chain_is_what_the_table_says(feature: str, tmp_path: Path) -> None:
     check_row("Lightning", feature, play, tmp_path)
-
-
-def _named(rank: int, world_size: int, name: str) -> str:
-    prepare_rank(rank, world_size)
-    module, shown = module_of("reducer"), []
-    trainer = trainer_of("reducer", name, max_epochs=1)
-    pickle.loads(pickle.dumps(trainer.strategy))
-    module.on_train_start = lambda: shown.append(repr(registration_of(trainer.strategy.model)))
-    trainer.fit(module, loader_of(3))
-    return shown[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "chain"),
-    [
-        ("overlap", "AllReduce(), Step(AdamW, interleaved)"),
-        ("overlap_bf16", "Cast(bfloat16, AllReduce())"),
-        ("overlap_int8", "Quantize(Int8())"),
-        ("overlap_powersgd", "PowerSGD(rank=4)"),
-    ],
-)
-def test_a_chain_has_a_name_that_the_trainer_takes(name: str, chain: str) -> None:
-    assert run_ranks(_named, 2, name)[0] == f"<chain({chain}) registered>"

@@ -128,7 +128,7 @@ def test_a_replica_is_lost(tmp_path: Path, form: str) -> None:
         assert_same(_of_union(participants), a["state"][0], "plain SGD")
 
 
-@pytest.mark.parametrize("form", ["AllReduce", "PowerSGD", "Quantize"])
+@pytest.mark.parametrize("form", ["AllReduce", "PowerSGD"])
 def test_a_replica_is_killed_and_comes_back(tmp_path: Path, form: str) -> None:
     a, b = _play(tmp_path, form, of_b="killed")
     participants = [ranks for _, ranks, is_committed, _ in a["log"] if is_committed]
@@ -157,7 +157,7 @@ def test_an_error_in_a_stage_is_one_lost_step(tmp_path: Path, form: str) -> None
     assert_same(a["state"][:2], b["state"][:2], "b")
 
 
-@pytest.mark.parametrize("form", ["AllReduce", "PowerSGD", "Quantize"])
+@pytest.mark.parametrize("form", ["PowerSGD", "Quantize"])
 def test_a_step_that_no_replica_commits_changes_nothing(tmp_path: Path, form: str) -> None:
     a, b = _play(tmp_path, form, of_a="reports", of_b="reports", least=2)
     for one in (a, b):

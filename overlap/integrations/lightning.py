@@ -1,4 +1,4 @@
-"""Lightning's DDP strategy with a chain, local SGD or ZeRO, on CPUs too."""
+"""Lightning: ``Trainer(strategy=OverlapStrategy(chain=...))``, its DDP strategy with a chain, on CPUs too."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
-
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, OverlapError
-from overlap.hooks import AllReduce, Cast, Int8, PowerSGD, Quantize, Stage, chain
-from overlap.integrations._run import ChainFor, LocalSGDFor, Recipe, Run
-from overlap.integrations.lightning.uneven import ClosureFirst, UnevenInputs
-from overlap.optim import Step
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, needs
 from overlap.resume.train_state import remembers
 
-__all__ = ["OverlapStrategy", "register_names"]
+with needs("lightning"):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+
+__all__ = ["OverlapStrategy"]
 
 _KEY = "overlap"
 
@@ -39,9 +36,6 @@ class OverlapStrategy(DDPStrategy):
     Where the trainer clips (``gradient_clip_val``) or scales (``precision="16-mixed"``), interleaved updates of the
     chain are deferred.
 
-    Importing this module registers names for the usual chains: ``Trainer(strategy="overlap_int8")``. They are
-    ``overlap`` (the update in backward), ``overlap_bf16``, ``overlap_int8`` and ``overlap_powersgd`` (rank 4).
-
     If stages have state, the trainer's checkpoint has that of each rank under ``"overlap"``; the rest of it is
     unchanged.
 
@@ -52,8 +46,6 @@ class OverlapStrategy(DDPStrategy):
             return, is given as it is.
         local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``, such as
             ``functools.partial(LocalSGD, period=8)``.
-        uneven_inputs: train each epoch in a ``Join``, so that ranks may have different numbers of batches. Needs
-            loaders with a length and ``Trainer(use_distributed_sampler=False)``.
         **options: of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Raises:
@@ -68,7 +60,6 @@ class OverlapStrategy(DDPStrategy):
         *,
         chain: ChainFor | None = None,
         local_sgd: LocalSGDFor | None = None,
-        uneven_inputs: bool = False,
         **options: Any,
     ) -> None:
         if hooks := sorted(set(options) & {"ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}):
@@ -79,7 +70,6 @@ class OverlapStrategy(DDPStrategy):
         super().__init__(**options)
         self._recipe = Recipe(chain, local_sgd)
         self._run: Run | None = None
-        self._uneven = UnevenInputs(is_allowed=uneven_inputs)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -93,7 +83,6 @@ class OverlapStrategy(DDPStrategy):
         self.optimizers = self._run.optimizers
         if self._run.updates or self._run.is_local:
             self.precision_plugin.clip_gradients = self._clip
-        self._uneven.reset()
 
     @property
     def _scaler(self) -> Any:
@@ -184,41 +173,6 @@ class OverlapStrategy(DDPStrategy):
             error.add_note(f"delete checkpoint[{_KEY!r}] to start stages without their state")
             raise
 
-    # Uneven inputs.
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        configs = [one for one in self.lr_scheduler_configs if one.interval == "step"]
-        joinables = [self.model, *self.optimizers, *(one.scheduler for one in configs)]
-        self._uneven.begin(self._trainer, joinables, is_regular=all(one.frequency == 1 for one in configs))
-
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        # With a scaler Lightning calls the closure by itself.
-        stepped: Any = ClosureFirst(optimizer) if self._uneven.is_open and self._scaler is None else optimizer
-        return super().optimizer_step(stepped, *args, **kwargs)
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._uneven.fail(exception)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._uneven.is_open and self._is_interrupted:
-            return  # That of a checkpoint which a callback saves; the others learn of the exception after it.
-        self._uneven.refuse("a barrier")
-        super().barrier(*args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        self._uneven.refuse("a broadcast")
-        return super().broadcast(*args, **kwargs)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        self._uneven.refuse("a reduction, such as that of self.log(..., sync_dist=True, on_step=True)")
-        return super().reduce(*args, **kwargs)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        self._uneven.refuse("a gather")
-        return super().all_gather(*args, **kwargs)
-
 
 def _late_in(trainer: Trainer, *, has_scaler: bool) -> dict[str, str]:
     """What the trainer does with gradients after backward, and what else a user can do than defer the update."""
@@ -229,26 +183,3 @@ def _late_in(trainer: Trainer, *, has_scaler: bool) -> dict[str, str]:
     if has_scaler:
         late["precision='16-mixed' decides after backward whether to step"] = ", or 'bf16-mixed'"
     return late
-
-
-def _updated_in_backward(*optimizers: Any) -> Stage:
-    return chain(AllReduce(), *map(Step, optimizers))
-
-
-def _bf16(*optimizers: Any) -> Stage:
-    return Cast(torch.bfloat16)
-
-
-def _int8(*optimizers: Any) -> Stage:
-    return Quantize(Int8())
-
-
-def _powersgd(*optimizers: Any) -> Stage:
-    return PowerSGD(rank=4)
-
-
-def register_names() -> None:
-    """Register the names that ``Trainer(strategy=...)`` takes."""
-    names = {"": _updated_in_backward, "_bf16": _bf16, "_int8": _int8, "_powersgd": _powersgd}
-    for name, made in names.items():
-        StrategyRegistry.register(f"overlap{name}", OverlapStrategy, override=True, chain=made)

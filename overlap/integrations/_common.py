@@ -1,13 +1,15 @@
-"""What the integrations have in common: a chain on the model and the optimizers that a framework has made."""
+"""Shared by the integrations: a chain on the model and the optimizers that a framework has made, and its files."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,13 +24,32 @@ from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.phases import Form, Phase
 from overlap.optim.update import Update
 from overlap.resume import TrainState
+from overlap.resume.train_state import remembers
 
-__all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run"]
+__all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run", "load_files", "needs", "save_files"]
 
 ChainFor = Stage | Sequence[Stage] | Callable[..., Stage]
 LocalSGDFor = Callable[[DistributedDataParallel, Any], LocalSGD]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("overlap.integrations")
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Wraps the imports of the package that ``extra`` of the distribution installs and is named after.
+
+    Raises:
+        ImportError: it is not installed; the message says how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != extra:
+            raise  # It is there, and something that it needs is not.
+        raise ImportError(
+            f"overlap.integrations.{extra} needs the package {extra}: pip install '.[{extra}]' in a clone of overlap",
+            name=error.name,
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -137,15 +158,16 @@ class Run:
         return any(id(parameter) in own for parameter in parameters)
 
     @property
-    def updates(self) -> list[Stage]:
-        """The updates in the chain."""
+    def updates(self) -> dict[Stage, Form]:
+        """The updates in the chain, and when each is made."""
         stages = [] if self.registration is None else walk(self.registration.stage)
-        return [stage for stage in stages if stage.role is Role.UPDATE and _form_of(stage) is not None]
+        lifecycles = {stage: getattr(stage, "lifecycle", None) for stage in stages if stage.role is Role.UPDATE}
+        return {stage: its.form for stage, its in lifecycles.items() if isinstance(its, UpdateLifecycle)}
 
     @property
     def makes_updates_in_backward(self) -> bool:
         """Whether an update in the chain is made in backward, so that its gradients are read-only after it."""
-        return any((form := _form_of(one)) is not None and form.outcome is not Phase.REDUCED for one in self.updates)
+        return any(form.outcome is not Phase.REDUCED for form in self.updates.values())
 
     @property
     def hides_gradients(self) -> bool:
@@ -155,9 +177,8 @@ class Run:
 
     def refuse_in_backward(self, what: str, instead: str = "") -> None:
         """Raises: ConfigurationError: an update is made in backward, and ``what`` comes after it."""
-        for update in self.updates:
-            form = _form_of(update)
-            if form is not None and form.outcome is not Phase.REDUCED:
+        for update, form in self.updates.items():
+            if form.outcome is not Phase.REDUCED:
                 raise ConfigurationError(
                     f"{what}, but {update!r} has made the update in backward by then: use {form.deferred}{instead}"
                 )
@@ -183,12 +204,54 @@ def _defer_updates(stage: Stage, late: str) -> None:
                 _logger.info("%s: the update of the chain is %r", late, update)
 
 
-def _form_of(stage: Stage) -> Form | None:
-    """When an update is made; ``None`` for what is made of others."""
-    lifecycle = getattr(stage, "lifecycle", None)
-    return lifecycle.form if isinstance(lifecycle, UpdateLifecycle) else None
-
-
 def _overlapped(optimizer: Optimizer) -> Optimizer:
     is_ours = isinstance(optimizer, (ZeroRedundancyOptimizer, OptimizerProxy))
     return optimizer if is_ours else OverlappedOptimizer(optimizer)
+
+
+# A file for each rank in a framework's checkpoint, with the state of its stages.
+
+
+def save_files(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
+    """Write this rank's file, if there is anything to write. Issues nothing: no rank waits for another.
+
+    Raises:
+        TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
+    """
+    file, states = _file(folder, rank), [run.state.rank_state_dict() for run in runs]
+    if not any(map(remembers, states)):
+        file.unlink(missing_ok=True)  # Of a run that was saved there before.
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(states, file)
+
+
+def load_files(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
+    """Load this rank's file; if no rank has one, stages start without state.
+
+    Raises:
+        ConfigurationError: other ranks have one, or it is of other stages or of another number of ranks.
+    """
+    file = _file(folder, rank)
+    if not file.is_file():
+        if others := sorted(path.name for path in file.parent.glob(_file(folder, "*").name)):
+            raise ConfigurationError(
+                f"{file.parent} has {others[0]} and lacks {file.name}: every rank saves, and as many ranks resume; "
+                f"delete {_file('', '*')} to start without their state"
+            )
+        for run in runs:
+            run.state.forget()
+        return
+    states: list[Mapping[str, Any]] = torch.load(file, map_location="cpu", weights_only=True)
+    if len(states) != len(runs):
+        raise ConfigurationError(f"{file} is of {len(states)} models with a chain, and here are {len(runs)}")
+    for run, state in zip(runs, states, strict=True):
+        try:
+            run.state.load_rank_state_dict(state)
+        except ConfigurationError as error:
+            error.add_note(f"from {file}; delete {_file('', '*')} there to start without their state")
+            raise
+
+
+def _file(folder: str | Path, rank: int | str) -> Path:
+    return Path(folder) / f"overlap-rank-{rank}.pt"
