@@ -5,10 +5,10 @@
 
 The goals: at most 1.02 of the best chain by hand in 22 of 24 cells, and never more than 1.02 of plain DDP.
 
-In each cell `overlap.auto` chooses among exact methods, and is timed. Then every other exact method, with DDP's own
-buckets and with buckets of 8 MB, races beside the choice, in rounds as in `overlap.plan.race`. The two that were
-fastest, and plain DDP, race once more, and the figures are of that second race: the largest of seven ratios with noise
-would be above 1 even if all were equal. A ratio is chosen / other: the median of the rounds, with its quartiles.
+In each cell `overlap.auto` chooses among exact methods, and is timed. Then every other exact method races beside the
+choice, in rounds as in `overlap.plan.race`. The two that were fastest, and plain DDP, race once more, and the figures
+are of that second race: the largest of several ratios with noise would be above 1 even if all were equal. A ratio is
+chosen / other: the median of the rounds, with its quartiles.
 
 Links take root. Each cell is kept in `benchmarks/auto_grid.json`, so the grid can be measured in parts; `--into` puts
 the table between two comments of a page.
@@ -32,10 +32,9 @@ import overlap
 from benchmarks.models import WORKLOADS
 from benchmarks.pages import in_markdown, write_between
 from benchmarks.ranks import World, open_network, run_on_ranks
-from overlap.plan.candidates import PLAIN, Candidate, allowed
+from overlap.plan.candidates import PLAIN, allowed
 from overlap.plan.choice import quartiles
-from overlap.plan.copies import Training
-from overlap.plan.race import FEWEST_ROUNDS, Race
+from overlap.plan.race import FEWEST_ROUNDS, Race, Training
 from overlap.ranks.board import Agreement
 
 RESULTS = Path(__file__).resolve().with_suffix(".json")
@@ -67,30 +66,30 @@ def cell(world: World, model_name: str, batch_size: int, seconds: float) -> dict
     plan = overlap.Plan.of(ddp)
     del ddp, mine
 
-    def raced(others: list[Candidate], share_s: float) -> dict[Candidate, list[float]]:
+    def raced(others: list[str], share_s: float) -> dict[str, list[float]]:
         """Chosen / other, by quartiles."""
         with (
             Agreement(group, "race") as agreement,
-            Race(agreement, group, training, sample, ddp_options={}, baseline=plan.candidate) as race,
+            Race(agreement, group, training, sample, ddp_options={}, baseline=plan.method) as race,
         ):
             for one in others:
                 race.compare(one, until_s=time.monotonic() + share_s, least=FEWEST_ROUNDS)
         return {one: quartiles([1 / ratio for ratio in ratios]) for one, ratios in race.ratios.items()}
 
-    others = [one for one in allowed("sharded", "backward") if one != plan.candidate]
+    others = [one for one in allowed("sharded", "backward") if one != plan.method]
     share_s = seconds / (len(others) + 3)
     first = raced(others, share_s)
     fastest = sorted(first, key=lambda one: -first[one][1])[:2]
-    second = raced(list({*fastest, PLAIN} - {plan.candidate}), share_s)
+    second = raced(list({*fastest, PLAIN} - {plan.method}), share_s)
     best = max(second, key=lambda one: second[one][1])
     return {
-        "chosen": str(plan.candidate),
+        "chosen": plan.method,
         "reason": plan.reason,
-        "best": str(best if second[best][1] > 1 else plan.candidate),
+        "best": best if second[best][1] > 1 else plan.method,
         "to_best": second[best] if second[best][1] > 1 else [1.0] * 3,
         "to_plain": second.get(PLAIN, [1.0] * 3),
-        "first": {str(one): ratios for one, ratios in first.items()},
-        "second": {str(one): ratios for one, ratios in second.items()},
+        "first": first,
+        "second": second,
         "chose_in_s": took_s,
         "load": os.getloadavg()[0],
     }

@@ -2,8 +2,7 @@
 
 choice      `auto`, the rule by which it decides, and the plan
 candidates  the chains to choose from, and their construction
-copies      the models to race on, and originals that stay as they are
-race        successive halving of real steps, each candidate beside plain DDP
+race        successive halving of real steps on copies, each candidate beside plain DDP
 """
 
 from __future__ import annotations

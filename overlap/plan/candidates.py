@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -18,10 +17,9 @@ from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, Ze
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.zero.optimizer import check_convertible
 
-__all__ = ["METHODS", "PLAIN", "Candidate", "Method", "allowed", "build", "obstacle", "wrap"]
+__all__ = ["METHODS", "PLAIN", "Method", "allowed", "build", "obstacle"]
 
 _ALLOW = ("exact", "16-bit", "8-bit", "low-rank", "sharded")
-_BUCKET_SIZES_MB: tuple[float | None, ...] = (None, 8.0)
 _RANK = 4
 
 
@@ -68,22 +66,11 @@ METHODS: dict[str, Method] = {
 }
 
 
-@dataclass(frozen=True, order=True)
-class Candidate:
-    """A method with a size of buckets, in MB; ``None`` leaves the size to DDP."""
-
-    method: str
-    bucket_cap_mb: float | None = None
-
-    def __str__(self) -> str:
-        return self.method if self.bucket_cap_mb is None else f"{self.method}, {self.bucket_cap_mb:g} MB"
+PLAIN = "ddp"
 
 
-PLAIN = Candidate("ddp")
-
-
-def allowed(allow: str | Iterable[str], updates: str) -> list[Candidate]:
-    """The exact ones, plain DDP first, and those that ``allow`` names; first all with DDP's own buckets.
+def allowed(allow: str | Iterable[str], updates: str) -> list[str]:
+    """The exact ones, plain DDP first, and those that ``allow`` names.
 
     Raises:
         ConfigurationError: one of its words is unknown, or rules out another.
@@ -96,19 +83,18 @@ def allowed(allow: str | Iterable[str], updates: str) -> list[Candidate]:
             raise ConfigurationError(f"allow has {told(name)}; known are {', '.join(_ALLOW)}")
     if updates == "step" and "sharded" in names:
         raise ConfigurationError("allow has 'sharded', which updates in backward, and updates='step': leave one out")
-    methods = [
-        one
+    return [
+        one.name
         for one in METHODS.values()
         if one.kind in {"exact", *names}
         and ("sharded" in names or not one.is_sharded)
-        and (one.name == PLAIN.method or one.is_deferred == (updates == "step"))
+        and (one.name == PLAIN or one.is_deferred == (updates == "step"))
     ]
-    return [Candidate(method.name, size) for size in _BUCKET_SIZES_MB for method in methods]
 
 
 def obstacle(method: Method, optimizer: Optimizer) -> str | None:
     """Why ``method`` takes no such optimizer."""
-    if method.name == PLAIN.method:
+    if method.name == PLAIN:
         return None
     try:
         if not method.is_deferred:
@@ -122,20 +108,12 @@ def obstacle(method: Method, optimizer: Optimizer) -> str | None:
     return None
 
 
-def wrap(
-    model: torch.nn.Module, candidate: Candidate, group: dist.ProcessGroup, **options: Any
-) -> DistributedDataParallel:
-    """``model`` in DDP with the buckets of ``candidate``."""
-    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=candidate.bucket_cap_mb, **options)
-
-
-def build(ddp: DistributedDataParallel, optimizer: Optimizer, candidate: Candidate) -> Optimizer:
-    """Register the chain of ``candidate`` with ``ddp``, on every rank; returns the optimizer for the loop.
+def build(ddp: DistributedDataParallel, optimizer: Optimizer, method: Method) -> Optimizer:
+    """Register the chain of ``method`` with ``ddp``, on every rank; returns the optimizer for the loop.
 
     Raises:
         ConfigurationError: model or optimizer cannot take it.
     """
-    method = METHODS[candidate.method]
     if method.is_sharded:
         zero = ZeroRedundancyOptimizer.from_optimizer(optimizer, process_group=ddp.process_group, overlap_with_ddp=True)
         gather = "backward" if method.update == "sharded" else "forward"

@@ -16,16 +16,14 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from overlap._checks import check_group, check_number, described, told
 from overlap._torch.ddp import uncompiled
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
-from overlap.plan.candidates import METHODS, PLAIN, Candidate, allowed, build, obstacle, wrap
-from overlap.plan.copies import Originals, Training, generators_restored
-from overlap.plan.race import Race
+from overlap.plan.candidates import METHODS, PLAIN, allowed, build, obstacle
+from overlap.plan.race import Originals, Race, Training, generators_restored
 from overlap.ranks.board import Agreement
 
 __all__ = ["Plan", "Row", "auto", "check_arguments", "decide", "is_surely_faster", "quartiles"]
@@ -34,10 +32,6 @@ __all__ = ["Plan", "Row", "auto", "check_arguments", "decide", "is_surely_faster
 _MARGIN = 0.02
 # How often a candidate that is no faster may win so many rounds.
 _CHANCE = 1 / 32
-# A model with no more gradients has one bucket, of whatever size.
-_FIRST_BUCKET_BYTES = 2**20
-_OWN_DDP_OPTIONS = ("module", "process_group", "bucket_cap_mb", "init_sync")
-_VERSION = 3
 _HEADINGS = ("candidate", "update", "ms a step", "of plain DDP", "rounds", "result")
 _plans: weakref.WeakKeyDictionary[DistributedDataParallel, Plan] = weakref.WeakKeyDictionary()
 
@@ -56,7 +50,7 @@ def auto(
     ddp_options: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> tuple[DistributedDataParallel, Optimizer]:
-    """Wrap ``model`` in DDP with the chain and the bucket size that win a race of real steps on this link.
+    """Wrap ``model`` in DDP with the chain that wins a race of real steps on this link.
 
     Call it on every rank, before the first step. It races chains beside plain DDP for some seconds, on copies: the
     model, the optimizer and all generators are left as they were. One of them is chosen only if it was faster by more
@@ -77,7 +71,7 @@ def auto(
         plan: measure nothing, and follow this plan: for a run that resumes.
         seconds: about how long to measure.
         process_group: the ranks; the default group if ``None``.
-        ddp_options: more arguments of ``DistributedDataParallel``.
+        ddp_options: more arguments of ``DistributedDataParallel``, such as ``bucket_cap_mb``.
         quiet: print nothing.
 
     Returns:
@@ -118,9 +112,9 @@ def auto(
         trained = [[name, list(p.shape), str(p.dtype)] for name, p in model.named_parameters() if p.requires_grad]
         candidates = allowed(allow, updates)
         given = {
-            "plans": None if plan is None else str(plan.candidate),
+            "plans": None if plan is None else plan.method,
             "models": trained,
-            "candidates (allow=, updates=)": [str(one) for one in candidates],
+            "candidates (allow=, updates=)": candidates,
         }
         of_ranks = agreement.agree(given)
         for what in given:
@@ -138,8 +132,8 @@ def auto(
                     f"plan was made for {plan.ranks} ranks and a model with {plan.parameters} trained parameters; here "
                     f"are {agreement.size} and {len(trained)}: leave plan out, and choose anew"
                 )
-        ddp = wrap(model, chosen.candidate, group, **options)
-        optim = build(ddp, optimizer, chosen.candidate)
+        ddp = DistributedDataParallel(model, process_group=group, **options)
+        optim = build(ddp, optimizer, METHODS[chosen.method])
     _plans[ddp] = chosen
     if agreement.rank == 0 and plan is None and not quiet:
         print(chosen)
@@ -149,7 +143,7 @@ def auto(
 def _raced(
     own: Training,
     sample: Sequence[Any],
-    candidates: list[Candidate],
+    candidates: list[str],
     ddp_options: Mapping[str, Any],
     group: dist.ProcessGroup,
     agreement: Agreement,
@@ -157,10 +151,7 @@ def _raced(
 ) -> Plan:
     """The plan that a race decides. The originals are as before when it returns."""
     originals = Originals(own)
-    parameters = [parameter for parameter in own.model.parameters() if parameter.requires_grad]
-    if sum(parameter.nbytes for parameter in parameters) <= _FIRST_BUCKET_BYTES:
-        candidates = [one for one in candidates if one.bucket_cap_mb is None]
-    notes: dict[Candidate, str] = {}
+    notes: dict[str, str] = {}
     try:
         with (
             generators_restored(own.device),
@@ -168,19 +159,18 @@ def _raced(
         ):
             race.add_baseline()
             originals.check()
-            refused = {one.method: obstacle(METHODS[one.method], own.optimizer) for one in candidates}
+            refused = {one: obstacle(METHODS[one], own.optimizer) for one in candidates}
             if race.is_sparse:
-                refused |= {name: "gradients are sparse" for name in refused if name != PLAIN.method}
-            for of_rank in agreement.agree({name: why for name, why in refused.items() if why is not None}):
-                notes |= {one: of_rank[one.method] for one in candidates if one.method in of_rank}
+                refused |= {one: "gradients are sparse" for one in candidates if one != PLAIN}
+            for of_rank in agreement.agree({one: why for one, why in refused.items() if why is not None}):
+                notes |= of_rank
             last = race.run([one for one in candidates if one not in notes and one != PLAIN], end_s=end_s)
     finally:
         originals.check()
     notes.update(race.refused)
     rows = [
         Row(
-            method=one.method,
-            bucket_cap_mb=one.bucket_cap_mb,
+            method=one,
             measured_ms=statistics.median(race.samples[one]) if race.samples.get(one) else None,
             ratio=quartiles(race.ratios[one]) if race.ratios.get(one) else None,
             rounds=len(race.samples.get(one, ())),
@@ -188,14 +178,13 @@ def _raced(
         )
         for one in candidates
     ]
-    candidate, reason = decide(last, [] if last is None else race.ratios[last], more_s=race.more_s)
+    method, reason = decide(last, [] if last is None else race.ratios[last], is_complete=race.is_complete)
     return Plan(
-        method=candidate.method,
-        bucket_cap_mb=candidate.bucket_cap_mb,
+        method=method,
         ranks=agreement.size,
         rows=tuple(sorted(rows, key=lambda row: (row.measured_ms is None, row.measured_ms))),
         reason=reason,
-        parameters=len(parameters),
+        parameters=sum(parameter.requires_grad for parameter in own.model.parameters()),
     )
 
 
@@ -217,12 +206,7 @@ def check_arguments(
     allowed(allow, updates)
     check_number("seconds", seconds, above=0)
     if not isinstance(ddp_options, Mapping):
-        raise ConfigurationError(
-            f"ddp_options={told(ddp_options)} is not a dict of DistributedDataParallel's arguments"
-        )
-    for name in _OWN_DDP_OPTIONS:
-        if name in ddp_options:
-            raise ConfigurationError(f"ddp_options has {name!r}, which auto gives to DDP itself: leave it out")
+        raise ConfigurationError(f"ddp_options={told(ddp_options)} is not a dict of DDP's arguments")
     if plan is not None:
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"plan is a {described(plan)}: give Plan.load(path), or leave it out")
@@ -247,11 +231,6 @@ def _check_model(model: Any) -> None:
             f"model is a {described(model)}: give the torch.nn.Module that is to be trained, such as ddp.module; "
             "auto wraps it in DDP"
         )
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-            raise ConfigurationError(
-                f"model has {name!r}, which is made in the first forward: run one before the optimizer is made"
-            )
     devices = len({parameter.device for parameter in model.parameters() if parameter.requires_grad})
     if devices != 1:
         raise ConfigurationError(f"model has trained parameters on {devices} devices: auto chooses for one on one")
@@ -295,12 +274,9 @@ def is_surely_faster(ratios: Sequence[float]) -> bool:
     return bool(ratios) and statistics.median(ratios) <= 1 - _MARGIN and by_chance <= _CHANCE
 
 
-def decide(last: Candidate | None, ratios: Sequence[float], *, more_s: float) -> tuple[Candidate, str]:
-    """The candidate to build, and the reason: ``last`` won the race, with these ``ratios`` in its last heat.
-
-    ``more_s`` is how many seconds more a race of all would have taken, 0 where all have raced.
-    """
-    more = f" Not all have raced: that takes {math.ceil(more_s)} seconds more, see seconds=." if more_s else ""
+def decide(last: str | None, ratios: Sequence[float], *, is_complete: bool) -> tuple[str, str]:
+    """The method to build, and the reason: ``last`` won the race, with these ``ratios`` in its last heat."""
+    more = "" if is_complete else " The time was too short for all candidates: give more seconds=."
     if last is None:
         return PLAIN, f"Plain DDP stays: no other candidate was raced.{more}"
     took = "took {1:.3f} of plain DDP's step (quartiles {0:.3f} and {2:.3f})".format(*quartiles(ratios))
@@ -308,7 +284,7 @@ def decide(last: Candidate | None, ratios: Sequence[float], *, more_s: float) ->
     if not is_surely_faster(ratios):
         within = f"That is within the noise, or more than {1 - _MARGIN:.2f}."
         return PLAIN, f"Plain DDP stays: the best of the others, {last}, {took} {within}{more}"
-    if not METHODS[last.method].is_deferred:
+    if not METHODS[last].is_deferred:
         took += (
             " It updates in backward: a loop that clips, scales or skips between backward and step, or runs several "
             "backwards a step, needs updates='step'."
@@ -328,7 +304,6 @@ class Row:
     """A candidate and its last heat of the race."""
 
     method: str
-    bucket_cap_mb: float | None
     measured_ms: float | None = None
     """A step, by the median of the rounds; ``None`` if it was not raced."""
     ratio: list[float] | None = None
@@ -337,32 +312,17 @@ class Row:
     note: str = ""
     """Why it was not raced, or may not be chosen."""
 
-    @property
-    def candidate(self) -> Candidate:
-        return Candidate(self.method, self.bucket_cap_mb)
-
-    @property
-    def kind(self) -> str:
-        return METHODS[self.method].kind
-
-    @property
-    def update(self) -> str:
-        return METHODS[self.method].update
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A choice, with the measurements that it was made from. ``print(plan)`` shows the table and the reason.
 
-    >>> plan = Plan(method="ddp", bucket_cap_mb=None, ranks=2, rows=(), reason="plain DDP was fastest")
-    >>> plan.candidate
-    Candidate(method='ddp', bucket_cap_mb=None)
+    >>> print(Plan(method="ddp", ranks=2, rows=(), reason="Plain DDP was fastest.").reason)
+    Plain DDP was fastest.
     """
 
     method: str
     """A name in the table's first column."""
-    bucket_cap_mb: float | None
-    """DDP's option of that name."""
     ranks: int
     rows: tuple[Row, ...]
     reason: str
@@ -372,10 +332,6 @@ class Plan:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigurationError(f"method={self.method!r} is not one of {', '.join(METHODS)}")
-
-    @property
-    def candidate(self) -> Candidate:
-        return Candidate(self.method, self.bucket_cap_mb)
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> Plan:
@@ -391,7 +347,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for :meth:`load`; one rank is enough, since all have the same."""
-        Path(path).write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n")
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -402,11 +358,12 @@ class Plan:
         """
         try:
             fields = json.loads(Path(path).read_text())
-            if (version := fields.pop("version", None)) != _VERSION:
-                raise ValueError(f"version {version}, this is version {_VERSION}: leave plan out, and choose anew")
             return cls(**{**fields, "rows": tuple(Row(**row) for row in fields["rows"])})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{str(path)!r} is not a plan that Plan.save wrote: {error}") from None
+            raise ConfigurationError(
+                f"{str(path)!r} is not a plan that Plan.save of this version wrote ({error}): leave plan out, and "
+                "choose anew"
+            ) from None
 
     def __str__(self) -> str:
         """The rows as a table, the chosen one marked, and the reason."""
@@ -421,11 +378,11 @@ class Plan:
 
     def _cells(self, row: Row) -> tuple[str, ...]:
         return (
-            ">" if row.candidate == self.candidate else "",
-            str(row.candidate),
-            row.update,
+            ">" if row.method == self.method else "",
+            row.method,
+            METHODS[row.method].update,
             "-" if row.measured_ms is None else f"{row.measured_ms:.2f}",
             "-" if row.ratio is None else "{1:.3f} ({0:.3f} to {2:.3f})".format(*row.ratio),
             str(row.rounds or "-"),
-            f"{row.kind}{f' ({row.note})' if row.note else ''}",
+            f"{METHODS[row.method].kind}{f' ({row.note})' if row.note else ''}",
         )

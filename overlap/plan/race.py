@@ -1,4 +1,4 @@
-"""Successive halving of real steps: each candidate beside a baseline, on copies, by turns.
+"""Successive halving of real steps: each method beside a baseline, on copies, by turns; originals stay as they are.
 
 [Note: the race]
 
@@ -19,9 +19,12 @@ import contextlib
 import copy
 import gc
 import math
+import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -29,19 +32,20 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap._torch.c10d import abandon_group
 from overlap._torch.device import current_stream, has_streams
-from overlap.errors import CollectiveError, ConfigurationError, OverlapError
+from overlap._torch.optimizer import drop_hooks
+from overlap.errors import CollectiveError, ConfigurationError, OverlapError, UnsupportedError
 from overlap.hooks.engine.registration import registration_of
-from overlap.plan.candidates import METHODS, PLAIN, Candidate, build, wrap
-from overlap.plan.copies import Training, loss_of
+from overlap.plan.candidates import METHODS, PLAIN, build
 from overlap.ranks.board import Agreement, is_lost_connection
 from overlap.ranks.collectives import all_reduce
 
-__all__ = ["FEWEST_ROUNDS", "Race"]
+__all__ = ["FEWEST_ROUNDS", "Originals", "Race", "Training", "generators_restored"]
 
 # DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
@@ -51,12 +55,115 @@ _SAMPLE_MS = 40.0
 FEWEST_ROUNDS, _MOST_ROUNDS = 5, 200
 # Of collectives: only of use where a rank hangs, since one that fails closes its connections.
 _TIMEOUT = timedelta(minutes=5)
+_REMEDY = "choose on another run of the model, and give this one that plan: auto(..., plan=Plan.load(path))"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its optimizer and its loss; all of them copies, or all the user's own."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Callable[..., Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the trained parameters."""
+        return next(parameter.device for parameter in self.model.parameters() if parameter.requires_grad)
+
+
+class Originals:
+    """What the user gave. Measuring uses :meth:`copied`; :meth:`check` raises if it has changed these all the same."""
+
+    def __init__(self, own: Training) -> None:
+        self.own = own
+        named = [*own.model.named_parameters(), *own.model.named_buffers()]
+        parameters = [parameter for group in own.optimizer.param_groups for parameter in group["params"]]
+        names = dict.fromkeys(parameters, "a parameter of the optimizer") | {tensor: name for name, tensor in named}
+        self._before = [(name, one, one._version, *_gradient(one)) for one, name in names.items()]
+
+    def copied(self) -> Training:
+        """Copies that share no memory with the originals, with a learning rate of 0, so that nothing diverges.
+
+        Raises:
+            UnsupportedError: something in them cannot be copied.
+        """
+        own = self.own
+        try:
+            model, optimizer, loss = copy.deepcopy((own.model, own.optimizer, own.loss))
+        except Exception as error:
+            raise UnsupportedError(
+                f"model, optimizer or loss cannot be copied ({type(error).__name__}: {error}): {_REMEDY}"
+            ) from error
+        drop_hooks(optimizer)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        return Training(model, optimizer, loss)
+
+    def check(self) -> None:
+        """Raises: UnsupportedError: measuring has reached the originals; their gradients are put back first."""
+        changed = []
+        for name, tensor, version, gradient, gradient_version in self._before:
+            if tensor._version != version:
+                changed.append(f"the values of {name!r}")
+            now, now_version = _gradient(tensor)
+            if now is not gradient or now_version != gradient_version:
+                changed.append(f"a gradient of {name!r}")
+                tensor.grad = gradient
+        if changed:
+            raise UnsupportedError(
+                f"measuring on a copy of the model has changed {changed[0]} in the model itself: the loss or a hook "
+                "reaches the model in another way than by its argument. Give a loss of output and target alone, a loss "
+                f"that is a module or a method of one, which is copied, or {_REMEDY}"
+            )
+
+
+def _gradient(tensor: Tensor) -> tuple[Tensor | None, int]:
+    gradient = tensor.grad if tensor.is_leaf else None
+    return gradient, 0 if gradient is None else gradient._version
+
+
+@contextlib.contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """Within it random numbers may be drawn; afterwards all generators are where they were before."""
+    numpy: Any = sys.modules.get("numpy")
+    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    module = torch.get_device_module(device) if has_streams(device) else None
+    on_cpu, on_device = torch.get_rng_state(), None if module is None else module.get_rng_state(device)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        torch.set_rng_state(on_cpu)
+        if module is not None:
+            module.set_rng_state(on_device, device)
+
+
+def loss_of(model: nn.Module, loss: Callable[..., Any], sample: Sequence[Any]) -> Tensor:
+    """The loss of ``sample``.
+
+    Raises:
+        ConfigurationError: it is not a scalar that backward could start from.
+    """
+    *inputs, target = sample
+    value = loss(model(*inputs), target)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        without = ", without a gradient" if isinstance(value, Tensor) and not value.requires_grad else ""
+        raise ConfigurationError(
+            f"loss returned {got}{without}: give a function of (output, target) that returns a tensor of one element "
+            "that depends on the output"
+        )
+    return value
 
 
 class _Lane:
     """A copy in DDP, ready to step."""
 
-    def __init__(self, candidate: Candidate, ddp: DistributedDataParallel, training: Training) -> None:
+    def __init__(self, candidate: str, ddp: DistributedDataParallel, training: Training) -> None:
         self.candidate, self.ddp = candidate, ddp
         self.optimizer: Optimizer = training.optimizer
         self.loss, self.device = training.loss, training.device
@@ -86,24 +193,24 @@ class Race:
         sample: Sequence[Any],
         *,
         ddp_options: Mapping[str, Any],
-        baseline: Candidate = PLAIN,
+        baseline: str = PLAIN,
     ) -> None:
         self._agreement, self._ranks = agreement, dist.get_process_group_ranks(group)
         self._copied, self._sample, self._ddp_options = copied, sample, ddp_options
         self.baseline = baseline
-        self.samples: dict[Candidate, list[float]] = {baseline: []}
+        self.samples: dict[str, list[float]] = {baseline: []}
         """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of the baseline, in all."""
-        self.ratios: dict[Candidate, list[float]] = {}
+        self.ratios: dict[str, list[float]] = {}
         """Of each of these rounds, the step of the candidate as a part of the baseline's."""
-        self.refused: dict[Candidate, str] = {}
+        self.refused: dict[str, str] = {}
         """What could not be built, or did not take a step, and why."""
-        self.more_s = 0.0
-        """How many seconds more a race of all would have taken, where only some have raced."""
+        self.is_complete = True
+        """Whether the time was enough for all."""
         self._group: dist.ProcessGroup | None = None
         self._abandoned: list[dist.ProcessGroup] = []
         """Kept longer than the lanes. A reducer that frees a Gloo group waits, with the GIL, for the group's threads,
         and one of these waits for the GIL if it frees a collective that has failed; Python frees a group without it."""
-        self._lanes: dict[Candidate, _Lane] = {}
+        self._lanes: dict[str, _Lane] = {}
         self._add_ms = 0.0
         """How long it takes to build a candidate, with its first steps."""
 
@@ -149,27 +256,22 @@ class Race:
         parameters = self._lanes[self.baseline].ddp.parameters()
         return any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
 
-    def run(self, entrants: Sequence[Candidate], *, end_s: float) -> Candidate | None:
+    def run(self, entrants: Sequence[str], *, end_s: float) -> str | None:
         """Race until ``end_s`` of rank 0's monotonic clock; returns the candidate of the last heat, if there was one.
 
         Where the time is short, the first of ``entrants`` race.
         """
-        if not entrants:
-            return None
-
-        def left_ms() -> float:
-            return float(self._agreement.from_rank_0(1e3 * (end_s - time.monotonic())))
-
-        step_ms, now_left_ms = self.add_baseline(), left_ms()
-        field = [one for place, one in enumerate(entrants, 1) if self._needed_ms(place, step_ms) <= now_left_ms]
-        if len(field) < len(entrants):
-            self.more_s = 1e-3 * (self._needed_ms(len(entrants), step_ms) - now_left_ms)
+        step_ms, field = self.add_baseline(), list(entrants)
+        last_ms = self._add_ms + FEWEST_ROUNDS * 2 * max(step_ms, _SAMPLE_MS)
         while field:
             heats, is_last = len(field).bit_length(), len(field) == 1
             start_s = time.monotonic()
             share_s = (end_s - start_s) / heats / len(field)
             for place, one in enumerate(field, 1):
-                if not is_last and left_ms() < self._needed_ms(1, step_ms):
+                # There must be time for a last heat, unless this is it.
+                is_short = self._agreement.from_rank_0(1e3 * (end_s - time.monotonic()) < last_ms)
+                if is_short and not (is_last and one in self.ratios):
+                    self.is_complete = False
                     break
                 self.compare(one, until_s=start_s + place * share_s, least=FEWEST_ROUNDS if is_last else 1)
             field = [one for one in field if one in self.ratios and one not in self.refused]
@@ -178,21 +280,8 @@ class Race:
             field = sorted(field, key=lambda one: statistics.median(self.ratios[one]))[: max(1, len(field) // 2)]
         return None
 
-    def _needed_ms(self, entrants: int, step_ms: float) -> float:
-        """How long a race of so many takes at least, if all are like the baseline."""
-        round_ms = 2 * max(step_ms, _SAMPLE_MS)
-        total_ms = self._add_ms + FEWEST_ROUNDS * round_ms
-        while entrants > 1:
-            total_ms += entrants * (self._add_ms + round_ms)
-            entrants //= 2
-        return total_ms
-
-    def compare(self, candidate: Candidate, *, until_s: float, least: int) -> None:
+    def compare(self, candidate: str, *, until_s: float, least: int) -> None:
         """Rounds of ``candidate`` and the baseline, up to a time of rank 0, but at least so many."""
-        for other, why in self.refused.items():
-            if other.method == candidate.method:
-                self.refused[candidate] = why
-                return
         self.add_baseline()
         baseline, lane = self._lanes[self.baseline], self._add(candidate)
         if lane is None:
@@ -216,19 +305,19 @@ class Race:
     def _round(self, order: Sequence[_Lane], until_s: float) -> tuple[list[float], bool]:
         return [self._sample_ms(lane) for lane in order], time.monotonic() >= until_s
 
-    def _add(self, candidate: Candidate) -> _Lane | None:
+    def _add(self, candidate: str) -> _Lane | None:
         """Build ``candidate`` on a copy, and take its first steps; ``None`` where a rank could not."""
         group = self.group
         gc.collect()  # The copies before, whose parameters and stages are in cycles.
 
         def wrapped() -> None:
             training = self._copied()
-            ddp = wrap(training.model, candidate, group, init_sync=False, **self._ddp_options)
+            ddp = DistributedDataParallel(training.model, process_group=group, init_sync=False, **self._ddp_options)
             self._lanes[candidate] = _Lane(candidate, ddp, training)
 
         def built() -> None:
             lane = self._lanes[candidate]
-            lane.optimizer = build(lane.ddp, lane.optimizer, candidate)
+            lane.optimizer = build(lane.ddp, lane.optimizer, METHODS[candidate])
 
         if self._together(candidate, wrapped) is None or self._together(candidate, built) is None:
             return None
@@ -242,7 +331,7 @@ class Race:
         lane.step_ms = step_ms
         return lane
 
-    def _together(self, candidate: Candidate, run: Callable[[], Any]) -> list[Any] | None:
+    def _together(self, candidate: str, run: Callable[[], Any]) -> list[Any] | None:
         """The result of ``run`` on each rank; ``None`` where ``candidate`` is refused on one.
 
         Raises: any error that does not refuse it; the other ranks then raise a PeerError.
@@ -281,7 +370,7 @@ class Race:
         steps = max(1, math.ceil(_SAMPLE_MS / lane.step_ms)) if lane.step_ms else 1
         batches = [copy.deepcopy(self._sample) for _ in range(steps)]
         # An untimed step before them: what it leaves to the next forward stands for what the last one leaves.
-        gathers_in_forward = METHODS[lane.candidate.method].update == "sharded, gathered in forward"
+        gathers_in_forward = METHODS[lane.candidate].update == "sharded, gathered in forward"
         lead_in_batches = [copy.deepcopy(self._sample)] if gathers_in_forward and lane.step_ms else []
         # Before the lead-in: behind it, what it leaves to the next forward would arrive while ranks wait here.
         all_reduce(torch.zeros(1, device=lane.device), group=self.group)
@@ -296,7 +385,7 @@ class Race:
         lane.finish()
         return ms
 
-    def _drop(self, candidate: Candidate) -> None:
+    def _drop(self, candidate: str) -> None:
         lane = self._lanes.pop(candidate)
         lane.finish()
         if (registration := registration_of(lane.ddp)) is not None:
