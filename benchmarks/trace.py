@@ -19,9 +19,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.ranks import World, open_network, run_on_ranks
-from overlap.demo.command import add_arguments
-from overlap.demo.experiment import Digits, Run, batches_of_epoch, load_digits, start_runs
-from overlap.demo.settings import TRAIN_IMAGES, Settings
+from overlap.demo import (
+    TRAIN_IMAGES,
+    Digits,
+    Run,
+    Settings,
+    add_arguments,
+    batches_of_epoch,
+    load_digits,
+    start_runs,
+)
 from overlap.errors import ConfigurationError
 from overlap.timeline import Report, StepReport, Timeline, save_reports
 

@@ -19,8 +19,9 @@ import torch
 
 from benchmarks.pages import in_markdown
 from benchmarks.ranks import World, open_network, run_on_ranks
-from overlap.demo.experiment import (
+from overlap.demo import (
     Digits,
+    Settings,
     accuracy,
     load_digits,
     load_torchvision,
@@ -29,7 +30,6 @@ from overlap.demo.experiment import (
     start_run,
     train,
 )  # fmt: skip
-from overlap.demo.settings import Settings
 
 # By name: the demo's chain.
 ROWS: dict[str, str | None] = {

@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from overlap._torch.c10d import backend_name
 from overlap._torch.ddp import uncompiled
-from overlap._torch.device import is_capturing
+from overlap._torch.device import has_stream_api, is_capturing
 from overlap.errors import ConfigurationError, UnsupportedError
 
 __all__ = [
     "as_list",
     "as_number",
     "check_ddp",
+    "check_device",
     "check_flag",
     "check_group",
     "check_number",
@@ -73,6 +75,22 @@ def _instead_of(model: object) -> str:
     if isinstance(model, DataParallel):
         return "use DistributedDataParallel in its place, with one process per device"
     return "wrap it first: ddp = DistributedDataParallel(model)"
+
+
+def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Raises: UnsupportedError: ``device`` is an accelerator without streams, or ``group`` has no backend for it."""
+    if device.type == "cpu":
+        return
+    if not has_stream_api(device):
+        raise UnsupportedError(
+            f"the model is on {device}, which has no streams for stages to run on: train on the CPU, model.to('cpu'), "
+            "or on an accelerator with streams, such as CUDA or XPU"
+        )
+    if backend_name(group, device) == "none":
+        raise UnsupportedError(
+            f"the model is on {device}, and its process group has no backend for {device.type}: "
+            f"init_process_group('cpu:gloo,cuda:nccl') for CUDA, say, or model.to('cpu')"
+        )
 
 
 def check_group(name: str, group: object, *, may_be_outside: bool = False) -> dist.ProcessGroup | None:

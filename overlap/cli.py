@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 # name -> (module, what it does): a new command is one line here.
 COMMANDS = {
-    "demo": ("overlap.demo.command", "trains ResNet-18 on digits, plainly and overlapped, and compares the two"),
+    "demo": ("overlap.demo", "trains ResNet-18 on digits, plainly and overlapped, and compares the two"),
     "doctor": ("overlap.doctor", "says whether this installation works, for you and for a bug report"),
 }
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"overlap {options.command}",
         description=description,
         allow_abbrev=False,
-        formatter_class=_HelpFormatter,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     command.add_arguments(parser)
     try:
@@ -65,12 +65,3 @@ class _Parser(argparse.ArgumentParser):
             names = [name for action in shown for name in action.option_strings if name.startswith("--")]
             message = f"{message} (allowed: {', '.join(names)})"
         self.exit(_BAD_OPTIONS, f"{self.prog}: {message}\n")
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something: not that an option is off, or that nothing was given."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == ():
-            return action.help
-        return super()._get_help_string(action)

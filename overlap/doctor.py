@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -22,23 +23,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
-from overlap._torch.autograd import issue_without_saved_context
 
-__all__ = ["add_arguments", "compare_with_plain", "other_distributions", "other_places", "run"]
+__all__ = ["add_arguments", "compare_with_plain", "other_distributions", "run"]
 
 _DISTRIBUTION = "ddp-overlap"
 _LEAST_TORCH = (2, 11)
 _PACKAGES = ("numpy", "tqdm", "torchvision", "scikit-learn", "matplotlib", "lightning", "accelerate", "transformers")
-_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "TORCH_DISTRIBUTED_DEBUG",
-)
+_VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
-_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
-_VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG", _ONE_QUEUE)
+_ONE_QUEUE, _ONE_ORDER, _ALGORITHMS = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_ALGO"
+# The first NCCL that has NCCL_LAUNCH_ORDER_IMPLICIT.
+_ORDERED_NCCL = (2, 26)
 _STEPS = 4
 # A bucket a layer.
 _BUCKET_CAP_MB = 0.001
@@ -80,8 +75,6 @@ def _places() -> Iterator[str]:
     _line("overlap is in", str(Path(overlap.__file__).parent))
     _line("torch is in", str(Path(torch.__file__).parent))
     _line("executable", sys.executable)
-    for place in other_places():
-        _line("another overlap", f"{place}, which is not imported here, but may be from another folder")
     for name in other_distributions():
         yield (
             f"{name} installs a package called overlap, too, over this one: run pip uninstall {name}, and install "
@@ -94,36 +87,35 @@ def other_distributions() -> list[str]:
     return sorted({name for name in packages_distributions().get("overlap", []) if name != _DISTRIBUTION})
 
 
-def other_places() -> list[Path]:
-    """Packages and modules of this name that Python can find, besides the one that runs, in the order of the search."""
-    own = Path(overlap.__file__).resolve().parent
-    found = []
-    for entry in dict.fromkeys(sys.path):
-        folder = Path(entry or ".").resolve()
-        for place, file in ((folder / "overlap", "__init__.py"), (folder / "overlap.py", "")):
-            if (place / file).is_file() and place.resolve() != own:
-                found.append(place)
-    return list(dict.fromkeys(found))
-
-
 def _machine() -> Iterator[str]:
     _line("processor", f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     if not dist.is_available():
         yield "this build of torch comes without torch.distributed"
         return
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    _line("backends", ", ".join(name for name, is_there in there.items() if is_there) or "none")
+    names = [*dist.Backend.backend_list, *(["torchcomms"] if find_spec("torchcomms") else [])]
+    there = [name for name in names if name == "torchcomms" or dist.is_backend_available(name)]
+    _line("backends", ", ".join(name for name in there if name not in ("undefined", "fake")) or "none")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     _line("GPUs", "; ".join(gpus) or "none")
-    if gpus and there["nccl"]:
-        _line("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     for name, value in sorted(os.environ.items()):
-        if name in _VARIABLES or name.startswith(_PREFIXES):
+        if name in (*_VARIABLES, _ONE_QUEUE) or name.startswith(_PREFIXES):
             _line(name, value)
+    if gpus and "nccl" in there:
+        _advise(tuple(torch.cuda.nccl.version()))
     if os.environ.get(_ONE_QUEUE) == "1":
         yield f"{_ONE_QUEUE}=1 puts all streams of a GPU into one queue, so nothing overlaps: unset {_ONE_QUEUE}"
-    if not there["gloo"] and not there["nccl"]:
+    if "gloo" not in there and "nccl" not in there:
         yield "this build of torch has neither Gloo nor NCCL"
+
+
+def _advise(nccl: tuple[int, ...]) -> None:
+    """What a run on GPUs should know of the environment; docs/gpus.md says why."""
+    _line("NCCL", ".".join(map(str, nccl)))
+    if _ONE_ORDER not in os.environ:
+        advice = f"export {_ONE_ORDER}=1" if nccl >= _ORDERED_NCCL else "install NCCL 2.26 or later, and set it to 1"
+        _line(_ONE_ORDER, f"unset; where two communicators of the same ranks are in use, {advice}")
+    if _ALGORITHMS not in os.environ:
+        _line(_ALGORITHMS, f"unset; for runs that are equal in every bit, export {_ALGORITHMS}=^NVLS")
 
 
 def _works() -> Iterator[str]:
@@ -133,9 +125,9 @@ def _works() -> Iterator[str]:
     try:
         with _own_group():
             differing = compare_with_plain()
-            _line("a chain beside plain DDP", "equal in every bit" if not differing else "NOT EQUAL")
+            _line("a chain, a plain loop", "equal in every bit" if not differing else "NOT EQUAL")
             if differing:
-                yield f"{differing} parameters differ between a chain and plain DDP: please report it with this output"
+                yield f"{differing} parameters differ between a chain and a plain loop: please report this output"
     except Exception as error:
         yield f"a process group and a model in it do not work here: {type(error).__name__}: {error}"
 
@@ -159,40 +151,31 @@ def _own_group() -> Iterator[None]:
 
 
 def compare_with_plain() -> int:
-    """Trains by ``chain(AllReduce(), Step(...))`` and plainly; returns how many parameters differ in any bit.
+    """Trains by ``chain(AllReduce(), Step(...))`` on one rank, and without DDP; returns how many parameters differ in
+    any bit.
 
     In the default process group; raises whatever PyTorch or the chain raises.
     """
-    model = _model()
-    plain, overlapped = _ddp(copy.deepcopy(model)), _ddp(model)
-    # DDP's own collectives could hang or abort the end of the process.
-    issue_without_saved_context(plain.parameters())
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with warnings.catch_warnings():
+        # PyTorch's own, of what it imports.
+        warnings.simplefilter("ignore")
+        ddp = DistributedDataParallel(copy.deepcopy(plain), bucket_cap_mb=_BUCKET_CAP_MB)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    optimizer = OverlappedOptimizer(torch.optim.AdamW(overlapped.parameters(), lr=1e-2))
-    registration = chain(AllReduce(), Step(optimizer)).register(overlapped)
+    optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-2))
+    registration = chain(AllReduce(), Step(optimizer)).register(ddp)
     inputs = torch.arange(32, dtype=torch.float32, device="cpu").view(4, 8) / 32
     for _ in range(_STEPS):
         plain_optimizer.zero_grad()
         plain(inputs).square().sum().backward()
         plain_optimizer.step()
-        overlapped(inputs).square().sum().backward()
+        ddp(inputs).square().sum().backward()
         optimizer.step()
     registration.remove()
-    pairs = zip(plain.parameters(), overlapped.parameters(), strict=True)
+    pairs = zip(plain.parameters(), ddp.parameters(), strict=True)
     return sum(not torch.equal(one, other) for one, other in pairs)
-
-
-def _model() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(4)))
-
-
-def _ddp(model: nn.Module) -> DistributedDataParallel:
-    with warnings.catch_warnings():
-        # PyTorch's own, of what it imports.
-        warnings.simplefilter("ignore")
-        return DistributedDataParallel(model, bucket_cap_mb=_BUCKET_CAP_MB)
 
 
 def _line(name: str, text: str) -> None:

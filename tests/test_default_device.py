@@ -6,7 +6,9 @@ import ast
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +38,10 @@ from overlap import (
     chain,
     route,
 )
+from overlap._checks import check_device
+from overlap._torch.c10d import backend_name
 from overlap.errors import UnsupportedError
+from overlap.hooks.engine import registration
 from overlap.hooks.engine.executors import limit_replaced
 
 PACKAGE = Path(overlap.__file__).parent
@@ -57,7 +62,7 @@ FACTORIES = {
     *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
 }
 # Programs that leave the default device to the user.
-_PROGRAMS = ("demo",)
+_PROGRAMS = ("demo.py",)
 
 
 def _made_by_default() -> Iterator[str]:
@@ -159,6 +164,38 @@ def _of_meta(rank: int, world_size: int) -> None:
     ):
         chain(AllReduce()).register(ddp)
 
+    with (
+        mock.patch.object(registration, "check_device", side_effect=UnsupportedError("asked")),
+        pytest.raises(UnsupportedError, match="^asked"),
+    ):
+        chain(AllReduce()).register(DistributedDataParallel(nn.Linear(4, 4)))
 
-def test_a_model_without_values_is_refused_by_its_parameters_names() -> None:
+
+def test_a_model_without_values_is_refused_by_its_parameters_names_and_devices_are_checked() -> None:
     run_ranks(_of_meta, 1)
+
+
+class _Group:
+    """Its backends by device type."""
+
+    def __init__(self, **backends: Any) -> None:
+        self._backends = backends
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type not in self._backends:
+            raise RuntimeError
+        return self._backends[device.type]
+
+
+def test_a_device_without_streams_or_without_a_backend_is_refused_by_name() -> None:
+    nccl2 = SimpleNamespace(name=lambda: "nccl2")
+    wrapped = type("_BackendWrapper", (), {"__module__": "torchcomms._comms", "name": lambda self: "gloo"})()
+    group: Any = _Group(cuda=nccl2, cpu=wrapped, mps=wrapped)
+    with pytest.raises(UnsupportedError, match=r"on mps:0, which has no streams .*model\.to\('cpu'\)"):
+        check_device(torch.device("mps:0"), group)
+    with pytest.raises(UnsupportedError, match=r"no backend for xpu: init_process_group\('cpu:gloo,cuda:nccl'\)"):
+        check_device(torch.device("xpu"), group)
+    for device, name in (("cuda", "nccl2"), ("cpu", "torchcomms"), ("xpu", "none")):
+        assert backend_name(group, torch.device(device)) == name
+    check_device(torch.device("cuda:1"), group)
+    check_device(torch.device("cpu"), group)

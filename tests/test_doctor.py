@@ -37,7 +37,7 @@ def test_a_result_that_differs_and_a_failure_are_problems(
 ) -> None:
     quick.setattr(doctor, "compare_with_plain", lambda: 3)
     assert main(["doctor"]) == 1
-    assert "3 parameters differ between a chain and plain DDP" in capsys.readouterr().out
+    assert "3 parameters differ between a chain and a plain loop" in capsys.readouterr().out
 
     def fail() -> int:
         raise RuntimeError("no hook")
@@ -60,14 +60,26 @@ def test_an_old_torch_and_another_distribution_are_problems(
     assert "PROBLEM: CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue" in shown
 
 
-def test_other_packages_of_the_name_on_the_path_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "package" / "overlap").mkdir(parents=True)
-    (tmp_path / "package" / "overlap" / "__init__.py").touch()
-    (tmp_path / "empty" / "overlap").mkdir(parents=True)
-    (tmp_path / "overlap.py").touch()
-    own = str(Path(overlap.__file__).parent.parent)
-    monkeypatch.setattr(sys, "path", [own, str(tmp_path), str(tmp_path / "package"), str(tmp_path / "empty")])
-    assert doctor.other_places() == [tmp_path / "overlap.py", tmp_path / "package" / "overlap"]
+def test_on_gpus_the_environment_is_shown_with_what_it_lacks(
+    quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick.setattr(torch.cuda, "device_count", lambda: 2)
+    quick.setattr(torch.cuda, "get_device_name", lambda index: f"H100 number {index}")
+    quick.setattr(torch.distributed, "is_backend_available", lambda name: name in ("gloo", "nccl", "nccl2"))
+    quick.setattr(torch.distributed.Backend, "backend_list", ["undefined", "gloo", "nccl", "nccl2", "fake"])
+    quick.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_ALGO"):
+        quick.delenv(name, raising=False)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 24, "it is to fit one screen"
+    for words in ("gloo, nccl, nccl2\n", "H100 number 1", "2.27.3", "export NCCL_LAUNCH_ORDER_IMPLICIT=1", "=^NVLS"):
+        assert words in shown
+    quick.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
+    quick.setenv("NCCL_ALGO", "^NVLS")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "install NCCL 2.26 or later" in shown and "equal in every bit" not in shown.partition("NCCL_ALGO")[2][:60]
 
 
 def test_distributions_of_the_package_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.models import GPT, ResNet
 from benchmarks.recipes import Maker
-from overlap.demo.experiment import load_digits, shard
-from overlap.demo.settings import TRAIN_IMAGES
+from overlap.demo import TRAIN_IMAGES, load_digits, shard
 
 # Of the Transformer.
 _LAYERS, _TOKENS = 2, 32

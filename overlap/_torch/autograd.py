@@ -68,15 +68,6 @@ def without_saved_context() -> Iterator[None]:
         torch._C._stash_obj_in_tls(_CONTEXT, saved)
 
 
-def issue_without_saved_context(parameters: Iterable[torch.Tensor]) -> None:
-    """Let what DDP itself issues when gradients of ``parameters`` come hold nothing of Python's, either.
-
-    See [Note: works without Python objects]. The thread's state is that of one node of the graph; DDP issues in the
-    nodes of parameters, after their hooks."""
-    for parameter in parameters:
-        parameter.register_hook(lambda gradient: torch._C._remove_obj_from_tls(_CONTEXT))
-
-
 # Where the calling thread is.
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id

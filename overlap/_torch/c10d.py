@@ -84,12 +84,14 @@ def is_future(value: object) -> bool:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend for tensors on ``device`` in ``group``, such as ``"gloo"`` or ``"nccl"``; ``"none"`` without one."""
+    """The backend for tensors on ``device`` in ``group``, such as ``"gloo"``, ``"nccl"`` or ``"nccl2"``; ``"none"``
+    without one. All of torchcomms are ``"torchcomms"``, also its Gloo: they are wrapped, and lack what Gloo's own has.
+    """
     try:
-        name: str = group._get_backend(device).name()
+        backend = group._get_backend(device)
     except RuntimeError:
         return "none"
-    return name
+    return "torchcomms" if type(backend).__module__.startswith("torchcomms") else str(backend.name())
 
 
 def group_name(group: dist.ProcessGroup) -> str:

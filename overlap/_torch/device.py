@@ -69,6 +69,11 @@ class DeviceStreams:
         torch.get_device_module(device).synchronize(device)
 
 
+def has_stream_api(device: torch.device) -> bool:
+    """Whether PyTorch has streams for ``device``, an accelerator; MPS has one queue."""
+    return all(hasattr(torch.get_device_module(device), name) for name in ("Stream", "current_stream", "stream"))
+
+
 _streams = DeviceStreams()
 # Their side streams, by owner. See :func:`stream_of`.
 _owned: weakref.WeakKeyDictionary[object, dict[tuple[torch.device, str], Any]] = weakref.WeakKeyDictionary()

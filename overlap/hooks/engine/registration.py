@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp, digest
+from overlap._checks import check_ddp, check_device, digest
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
@@ -314,6 +314,7 @@ def _register(
             f"{', '.join(meta[:3])}{', ...' if len(meta) > 3 else ''}: on the meta device, without values; call "
             'model.to_empty(device="cpu") and model.load_state_dict(state) before DistributedDataParallel(model)'
         )
+    check_device(next(iter(named)).device, ddp.process_group)
     dtypes = sorted({str(parameter.dtype) for parameter in named if parameter.requires_grad})
     if ddp.static_graph and len(dtypes) > 1:
         # DDP's first backward then has one bucket for each dtype, and all of them have the number 0.

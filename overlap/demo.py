@@ -1,19 +1,23 @@
-"""Trains by plain DDP and by a chain on every rank and compares the two; rank 0 reports."""
+"""`python -m overlap demo`: ResNet-18 on handwritten digits, trained by plain DDP and by a chain, and compared.
+
+From top to bottom: the options and the ranks that they start, the data, the two ways to train, the training, the
+comparison, and the report of rank 0. One file, since it is read as one script.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import importlib.util
 import itertools
-import json
 import math
 import os
-import platform
 import statistics
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -29,18 +33,38 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from tqdm import tqdm
 
 from overlap import Join, chain
-from overlap.demo.settings import Settings
+from overlap._checks import require_extra
+from overlap.errors import ConfigurationError
 from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
 from overlap.hooks.wires import Int4, Int8, TopK
 from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 from overlap.timeline.recording import Clock, clock_for
 
 __all__ = [
-    "Digits", "Recipe", "Run", "accuracy", "batches_of_epoch", "largest_difference", "load_digits", "load_torchvision",
-    "overlapped", "plain", "present", "run_experiment", "shard", "start_run", "start_runs", "train",
-    "train_and_compare",
+    "CHAINS", "TRAIN_IMAGES", "Digits", "Recipe", "Run", "Settings", "accuracy", "add_arguments", "batches_of_epoch",
+    "largest_difference", "load_digits", "load_torchvision", "overlapped", "plain", "present", "run", "shard",
+    "start_run", "start_runs", "train", "train_and_compare",
 ]  # fmt: skip
 
+_RANKS = 2
+CHAINS = {
+    "step": "the update in backward",
+    "zero": "the sharded update in backward",
+    "bf16": "gradients travel in bfloat16",
+    "int8": "gradients travel in 8 bits",
+    "int4": "gradients travel in 4 bits, with error feedback",
+    "topk": "1 % of the gradients travels, with error feedback",
+    "powersgd": "gradients travel as factors of rank 2",
+    "zero-int8": "the sharded update, gradients and parameters in 8 bits",
+    "zero-int4": "the sharded update, gradients in 4 bits and parameters in 8",
+    "local-sgd": "after the first epoch parameters are averaged every 8 steps",
+    "diloco": "the same, and an outer optimizer steps with the change",
+    "diloco-int4": "the same, and changes travel in 4 bits",
+}
+# Four fifths of the 1,797 digits.
+TRAIN_IMAGES = 1437
+# BatchNorm has nothing to normalize with less.
+_LEAST_BATCH = 2
 _CLASSES = 10
 # One split for every seed, so that the accuracies of runs can be compared.
 _SPLIT_SEED = 0
@@ -79,7 +103,136 @@ _AVERAGED["diloco-int4"] = _AVERAGED["diloco"] | {"wire": Int4(), "error_feedbac
 _PERIOD = 8
 
 
-def run_experiment(settings: Settings) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of one run, as given."""
+
+    optimizer: str = "sgd"
+    # One of CHAINS.
+    chain: str = "step"
+    epochs: int = 5
+    # On each rank.
+    batch_size: int = 32
+    # Of the model's weights and of the order of the images.
+    seed: int = 0
+    # How many of the training images to use.
+    images: int = TRAIN_IMAGES
+    # Side of a square image, in pixels; the digits have 8.
+    image_size: int = 32
+    # Ranks get different numbers of batches, and both runs train under Join.
+    uneven: bool = False
+    device: str = "auto"
+    output: Path = Path("overlap-demo")
+
+    def steps_per_epoch(self, ranks: int) -> int:
+        """How many batches every rank gets; images that do not fill a batch on each are left out.
+
+        Raises:
+            ConfigurationError: there is not one batch for every rank.
+        """
+        if self.images < _LEAST_BATCH * ranks:
+            raise ConfigurationError(
+                f"{self.images} images are too few for {ranks} ranks: give --images {_LEAST_BATCH * ranks} or more"
+            )
+        if self.images < self.batch_size * ranks:
+            raise ConfigurationError(
+                f"--batch-size {self.batch_size} on {ranks} ranks is more than the {self.images} images: "
+                f"give --batch-size {_LEAST_BATCH} to {self.images // ranks}"
+            )
+        return self.images // (self.batch_size * ranks)
+
+    def steps_of_rank(self, rank: int, ranks: int) -> int:
+        """How many batches one rank gets: where they are ``uneven``, each rank fewer than the one before."""
+        steps = self.steps_per_epoch(ranks)
+        fewer = max(1, steps // (2 * ranks)) if self.uneven else 0
+        return max(0, steps - rank * fewer)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `overlap demo`."""
+    default, suppress = Settings(), argparse.SUPPRESS
+    chains = "; ".join(f"{name}: {words}" for name, words in CHAINS.items()).replace("%", "%%")
+    add = parser.add_argument
+    # No default that argparse knows: under torchrun the ranks are those that it started.
+    add("--ranks", type=_whole_number(1, 64), default=suppress,
+        help=f"processes to start (default: {_RANKS}, or torchrun's)")  # fmt: skip
+    add("--chain", choices=tuple(CHAINS), default=default.chain, help=chains)
+    add("--optimizer", choices=tuple(_OPTIMIZERS), default=default.optimizer, help="sgd is with momentum, adamw fused")
+    add("--epochs", type=_whole_number(1, 1000), default=default.epochs,
+        help="passes over the training images; powersgd with adamw needs 10, since gradients arrive late")  # fmt: skip
+    add("--batch-size", type=_whole_number(2, TRAIN_IMAGES), default=default.batch_size, help="images on each rank")
+    add("--seed", type=_whole_number(0, 2**31), default=default.seed, help="of the weights and the images' order")
+    add("--uneven", action="store_true", default=suppress, help="ranks get different numbers of batches, under Join")
+    add("--images", type=_whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
+    add("--image-size", type=_whole_number(8, 224), default=default.image_size, help="side in pixels")
+    add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")
+    add("--output", type=Path, default=default.output, metavar="DIR", help="where loss.png is saved")
+
+
+def _whole_number(least: int, most: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if text.isascii() and text.isdigit() and least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+
+    return parse
+
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Starts the ranks, or is one of them: returns 0 if the two runs agree as far as they must."""
+    values = vars(options).copy()
+    asked = values.pop("ranks", None)
+    settings = Settings(**values)
+    require_extra("demo", "torchvision", "sklearn", "matplotlib")
+    launched = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    if launched and asked not in (None, launched):
+        raise ConfigurationError(f"--ranks is {asked}, but the launcher started {launched}: leave it out")
+    ranks = launched or asked or _RANKS
+    settings.steps_per_epoch(ranks)  # Raises where there are too few images.
+    if launched:
+        return _run_rank(settings)
+    _check_machine(settings, ranks)
+    return _start(argv, ranks)
+
+
+def _start(argv: Sequence[str], ranks: int) -> int:
+    """Runs `python -m overlap *argv` once per rank, as torchrun does; returns the exit code of the first that fails."""
+    print(f"Starting {ranks} ranks on this machine; the first step comes some seconds later.", flush=True)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Ranks share the cores: with the default of one thread per core each, they would compete for them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id=uuid.uuid4().hex,
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", "overlap", *argv)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return abs(failure.exitcode)
+    return 0
+
+
+def _check_machine(settings: Settings, ranks: int) -> None:
+    """Finds out before the training what would otherwise fail after it."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("--device is cuda, and torch sees no GPU: give cpu or auto")
+    if settings.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ConfigurationError(
+            f"--device is cuda, and torch sees {torch.cuda.device_count()} GPUs for {ranks} ranks: give --ranks "
+            f"{torch.cuda.device_count()}, or --device cpu"
+        )
+    try:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot make the folder {settings.output}: {error.strerror}") from None
+
+
+def _run_rank(settings: Settings) -> int:
     """Trains twice and returns the exit code: 0 if the two runs agree as far as they must."""
     device = _join_group(settings.device)
     report = train_and_compare(settings, device)
@@ -129,18 +282,6 @@ def train_and_compare(settings: Settings, device: torch.device) -> dict[str, Any
         "largest_differences": differences,
         "must_be_equal": must_be_equal,
         "passed": not any(differences.values()) if must_be_equal else slack >= -_ACCURACY_SLACK,
-        "settings": {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
-        },
-        "machine": {
-            "ranks": ranks,
-            "backend": dist.get_backend(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "cpus": os.cpu_count(),
-            "threads_per_rank": torch.get_num_threads(),
-            "platform": platform.platform(),
-            "torch": torch.__version__,
-        },
     }
     return results
 
@@ -452,12 +593,8 @@ def _difference(first: Any, second: Any) -> float:
 def present(results: Mapping[str, Any], settings: Settings) -> int:
     """Prints and saves the results, and returns the exit code."""
     plot = settings.output / "loss.png"
-    _save_plot(results, plot)
-    print(f"\n{_table(results)}\n\n{_verdict(results)}\nLoss curves: {plot}", flush=True)
-    if settings.json is not None:
-        settings.json.parent.mkdir(parents=True, exist_ok=True)
-        settings.json.write_text(json.dumps(results, indent=2) + "\n")
-        print(f"Results: {settings.json}")
+    _save_plot(results, settings, plot)
+    print(f"\n{_table(results)}\n\n{_verdict(results, settings)}\nLoss curves: {plot}", flush=True)
     return 0 if results["passed"] else 1
 
 
@@ -476,7 +613,7 @@ def _table(results: Mapping[str, Any]) -> str:
     return "\n".join(f"{label:<32}{left:>12}{right:>12}".rstrip() for label, left, right in rows)
 
 
-def _verdict(results: Mapping[str, Any]) -> str:
+def _verdict(results: Mapping[str, Any], settings: Settings) -> str:
     """One line."""
     if results["must_be_equal"]:
         if results["passed"]:
@@ -484,16 +621,16 @@ def _verdict(results: Mapping[str, Any]) -> str:
         largest = max(results["largest_differences"].values())
         return f"NOT EQUAL: the largest difference is {largest:.3g}, and must be 0."
     reason = "these gradients are compressed, so that results differ"
-    if results["settings"]["chain"] in _AVERAGED:
+    if settings.chain in _AVERAGED:
         reason = "parameters are averaged now and then"
-    elif results["settings"]["chain"] in _EXACT:
+    elif settings.chain in _EXACT:
         reason = f"above {_EXACT_RANKS} ranks the order of summation may differ"
     points = 100 * (results["overlapped"]["accuracy"] - results["plain"]["accuracy"])
     outcome = "Compared by accuracy" if results["passed"] else "LESS ACCURATE"
     return f"{outcome} ({reason}): {points:+.1f} points, -{100 * _ACCURACY_SLACK:.0f} is allowed."
 
 
-def _save_plot(results: Mapping[str, Any], path: Path) -> None:
+def _save_plot(results: Mapping[str, Any], settings: Settings, path: Path) -> None:
     """The loss curves of both runs as a PNG."""
     from matplotlib.figure import Figure
 
@@ -504,11 +641,9 @@ def _save_plot(results: Mapping[str, Any], path: Path) -> None:
     axes.plot(results["overlapped"]["losses"], color="#d62728", linewidth=1.2, linestyle="--", label="overlapped")
     axes.set_xlabel("training step")
     axes.set_ylabel("cross-entropy loss, mean over ranks (nats)")
-    ranks, optimizer = results["machine"]["ranks"], results["settings"]["optimizer"]
-    axes.set_title(f"ResNet-18 on handwritten digits, {optimizer}, {ranks} ranks")
+    axes.set_title(f"ResNet-18 on handwritten digits, {settings.optimizer}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
