@@ -166,7 +166,7 @@ def _of_meta(rank: int, world_size: int) -> None:
 
     with (
         mock.patch.object(registration, "check_device", side_effect=UnsupportedError("asked")),
-        pytest.raises(UnsupportedError, match="^asked"),
+        pytest.raises(UnsupportedError, match="asked"),
     ):
         chain(AllReduce()).register(DistributedDataParallel(nn.Linear(4, 4)))
 
