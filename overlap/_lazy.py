@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["REMOVED", "check_imported_as", "lazy_names", "missing_name"]
@@ -33,33 +31,17 @@ REMOVED = {
 
 
 def missing_name(package: str, name: str) -> Exception:
-    """The error for a ``name`` that ``package`` does not have; where it had it, the message says what to use instead,
-    or else which name may be meant.
+    """The error for a ``name`` that ``package`` does not have; where it had it, the message says what to use instead.
 
     ``from package import name`` shows the message of an ``ImportError`` alone; ``hasattr`` takes an ``AttributeError``
     alone.
     """
-    meant = None
-    if name in REMOVED:
-        message = f"{package}.{name} has been removed: {REMOVED[name]}"
-    else:
-        meant = None if name.startswith("_") else _meant(name)
-        message = f"module {package!r} has no attribute {name!r}" + (f"; did you mean {meant}?" if meant else "")
+    if name not in REMOVED:
+        # Python suggests a similar name of ``dir(package)``.
+        return AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+    message = f"{package}.{name} has been removed: {REMOVED[name]}"
     is_from_import = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
-    if is_from_import and (name in REMOVED or (meant and find_spec(f"{package}.{name}") is None)):
-        return ImportError(message, name=package)
-    if meant:
-        return AttributeError(message)  # Of an error that knows name and module, Python would suggest one, too.
-    return AttributeError(message, name=name, obj=sys.modules[package])
-
-
-def _meant(name: str) -> str | None:
-    """The public name of this library that is closest to ``name``, as it is used: ``overlap.AllReduce``."""
-    public: dict[str, str] = {}
-    for package in ("overlap", *(f"overlap.{part}" for part in sys.modules["overlap"]._PACKAGES)):
-        for each in import_module(package).__all__:
-            public.setdefault(each.lower(), f"overlap.{each}")
-    return next((public[close] for close in get_close_matches(name.lower(), public, n=1, cutoff=0.8)), None)
+    return ImportError(message, name=package) if is_from_import else AttributeError(message)
 
 
 def check_imported_as(module: str, package: str) -> None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
 
-__all__ = ["add_arguments", "compare_with_plain", "other_distributions", "run"]
+__all__ = ["add_arguments", "compare_with_plain", "run"]
 
 _DISTRIBUTION = "ddp-overlap"
 _LEAST_TORCH = (2, 11)
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints what is there and what is missing; returns 1 if the library cannot work as it is."""
-    problems = [*_versions(), *_places(), *_machine(), *_works()]
+    problems = [*_versions(), *_machine(), *_works()]
     for problem in problems:
         print(f"PROBLEM: {problem}")
     if not problems:
@@ -59,6 +59,9 @@ def _versions() -> Iterator[str]:
     _line("python", f"{platform.python_version()} on {platform.platform()}")
     _line("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     _line("packages", ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))))
+    _line("overlap is in", str(Path(overlap.__file__).parent))
+    _line("torch is in", str(Path(torch.__file__).parent))
+    _line("executable", sys.executable)
     numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if numbers < _LEAST_TORCH:
         yield f"torch {torch.__version__} is too old: install {'.'.join(map(str, _LEAST_TORCH))} or later"
@@ -69,22 +72,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _places() -> Iterator[str]:
-    _line("overlap is in", str(Path(overlap.__file__).parent))
-    _line("torch is in", str(Path(torch.__file__).parent))
-    _line("executable", sys.executable)
-    for name in other_distributions():
-        yield (
-            f"{name} installs a package called overlap, too, over this one: run pip uninstall {name}, and install "
-            f"{_DISTRIBUTION} again"
-        )
-
-
-def other_distributions() -> list[str]:
-    """Distributions besides this one that install a package of its name, where one of them overwrites the other."""
-    return sorted({name for name in packages_distributions().get("overlap", []) if name != _DISTRIBUTION})
 
 
 def _machine() -> Iterator[str]:

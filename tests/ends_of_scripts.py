@@ -33,9 +33,8 @@ from overlap import (
     auto_quantize,
     chain,
 )
-from overlap.doctor import compare_with_plain
 
-_RAISED, _EXITED = 1, 3
+_RAISED = 1
 _LIMIT_S = 90.0
 Loop = Callable[[int], None]
 
@@ -57,11 +56,6 @@ class _Training:
         self.ddp(torch.randn(4, 256)).square().mean().backward()
 
 
-def _destroy(rank: int) -> None:
-    _Training()
-    dist.destroy_process_group()
-
-
 def _kept_by_a_cycle(rank: int) -> None:
     training: Any = _Training()
     training.itself = training
@@ -73,17 +67,6 @@ def _destroy_and_wait(rank: int) -> None:
     training.zero.wait()
 
 
-def _before_step(rank: int) -> None:
-    _Training().backward()
-
-
-def _raise(rank: int) -> None:
-    training = _Training()
-    training.backward()
-    training.zero.step()
-    raise RuntimeError("on purpose")
-
-
 def _raise_in_backward(rank: int) -> None:
     def fail(gradient: torch.Tensor) -> None:
         raise RuntimeError("on purpose")
@@ -91,13 +74,6 @@ def _raise_in_backward(rank: int) -> None:
     training = _Training()
     training.ddp.module[2].weight.register_hook(fail)
     training.backward()
-
-
-def _exit(rank: int) -> None:
-    training = _Training(deferred=True)
-    training.backward()
-    training.zero.step()
-    sys.exit(_EXITED)
 
 
 def _stepped() -> tuple[DistributedDataParallel, Registration]:
@@ -122,11 +98,6 @@ def _removed_then_plain(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _beside_plain(rank: int) -> None:
-    compare_with_plain()
-    dist.destroy_process_group()
-
-
 def _average_in_flight_and_destroy(rank: int) -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(512, 512))
     local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2, start_step=0, overlap=True)
@@ -146,16 +117,11 @@ def _quantized(rank: int) -> None:
 
 
 ENDS: dict[str, tuple[Loop, int]] = {
-    "destroy_process_group": (_destroy, 0),
     "nothing, kept in a cycle": (_kept_by_a_cycle, 0),
     "destroy_process_group, wait": (_destroy_and_wait, 0),
-    "between backward and step": (_before_step, 0),
-    "an exception": (_raise, _RAISED),
     "an exception in backward": (_raise_in_backward, _RAISED),
-    "sys.exit": (_exit, _EXITED),
     "Step, nothing": (_step_and_nothing, 0),
     "remove, plain DDP, destroy_process_group": (_removed_then_plain, 0),
-    "beside plain DDP, destroy_process_group": (_beside_plain, 0),
     "an average in flight, destroy_process_group": (_average_in_flight_and_destroy, 0),
     "auto_quantize": (_quantized, 0),
 }

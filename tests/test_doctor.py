@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from overlap.cli import main
 def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without a process group: what that finds is in the tests' hands."""
     monkeypatch.setattr(doctor, "compare_with_plain", lambda: 0)
-    monkeypatch.setattr(doctor, "other_distributions", list)
     return monkeypatch
 
 
@@ -47,16 +45,12 @@ def test_a_result_that_differs_and_a_failure_are_problems(
     assert "do not work here: RuntimeError: no hook" in capsys.readouterr().out
 
 
-def test_an_old_torch_and_another_distribution_are_problems(
-    quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_torch_and_one_queue_are_problems(quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     quick.setattr(torch, "__version__", "2.9.1+cu128")
-    quick.setattr(doctor, "other_distributions", lambda: ["overlap"])
     quick.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "PROBLEM: torch 2.9.1+cu128 is too old: install 2.11 or later" in shown
-    assert "PROBLEM: overlap installs a package called overlap, too, over this one: run pip uninstall overlap" in shown
     assert "PROBLEM: CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue" in shown
 
 
@@ -82,16 +76,9 @@ def test_on_gpus_the_environment_is_shown_with_what_it_lacks(
     assert "install NCCL 2.26 or later" in shown and "equal in every bit" not in shown.partition("NCCL_ALGO")[2][:60]
 
 
-def test_distributions_of_the_package_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "packages_distributions", lambda: {"overlap": ["ddp-overlap", "overlap", "overlap"]})
-    assert doctor.other_distributions() == ["overlap"]
-    assert "ddp-overlap" in metadata.packages_distributions().get("overlap", ["ddp-overlap"])
-
-
 @pytest.mark.parametrize(
     ("options", "has_init"),
     [
-        (["-c", "import overlap.hooks"], True),
         (["-m", "overlap", "doctor"], True),
         (["-S", "-c", "import overlap.errors"], False),
     ],

@@ -7,24 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-# `python tests/ends_of_scripts.py 50` plays all of them fifty times.
-ENDS = (
-    "nothing, kept in a cycle",
-    "destroy_process_group, wait",
-    "an exception in backward",
-    "Step, nothing",
-    "remove, plain DDP, destroy_process_group",
-    "an average in flight, destroy_process_group",
-    "auto_quantize",
-)
-
 
 def test_no_end_of_a_script_is_an_abort() -> None:
     script = Path(__file__).with_name("ends_of_scripts.py")
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, str(script), "1", *ENDS], env=environ, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, str(script), "1"], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -76,15 +76,6 @@ def test_lazy_names_are_listed_starred_and_refused_as_others(package) -> None:
     assert set(package.__all__) <= starred.keys()
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'chian'"):
         _ = package.chian
-    with pytest.raises(ImportError, match=r"has no attribute 'chian'; did you mean overlap\.chain\?"):
-        exec(f"from {package.__name__} import chian")
-    for name, meant in (
-        ("Allreduce", "AllReduce"),
-        ("powerSGD_hok", "powerSGD_hook"),
-        ("Functionaladamw", "FunctionalAdamW"),
-    ):
-        with pytest.raises(AttributeError, match=rf"'{name}'; did you mean overlap\.{meant}\?"):
-            getattr(package, name)
     assert not hasattr(package, "nothing_like_it")
 
 
