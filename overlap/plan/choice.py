@@ -157,7 +157,7 @@ def _raced(
             generators_restored(own.device),
             Race(agreement, group, originals.copied, sample, ddp_options=ddp_options) as race,
         ):
-            race.add_baseline()
+            race.add_plain()
             originals.check()
             refused = {one: obstacle(METHODS[one], own.optimizer) for one in candidates}
             if race.is_sparse:

@@ -1,4 +1,4 @@
-"""Successive halving of real steps: each method beside a baseline, on copies, by turns; originals stay as they are.
+"""Successive halving of real steps: each method beside plain DDP, on copies, by turns; originals stay as they are.
 
 [Note: the race]
 
@@ -180,7 +180,7 @@ class _Lane:
 
 
 class Race:
-    """Candidates on copies and a sample of this rank, beside ``baseline``; see [Note: the race].
+    """Candidates on copies and a sample of this rank, beside plain DDP; see [Note: the race].
 
     Communication: collectives on a group of the ranks of ``group``, which is gone when the block ends.
     """
@@ -193,15 +193,13 @@ class Race:
         sample: Sequence[Any],
         *,
         ddp_options: Mapping[str, Any],
-        baseline: str = PLAIN,
     ) -> None:
         self._agreement, self._ranks = agreement, dist.get_process_group_ranks(group)
         self._copied, self._sample, self._ddp_options = copied, sample, ddp_options
-        self.baseline = baseline
-        self.samples: dict[str, list[float]] = {baseline: []}
-        """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of the baseline, in all."""
+        self.samples: dict[str, list[float]] = {PLAIN: []}
+        """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of plain DDP, in all."""
         self.ratios: dict[str, list[float]] = {}
-        """Of each of these rounds, the step of the candidate as a part of the baseline's."""
+        """Of each of these rounds, the step of the candidate as a part of plain DDP's."""
         self.refused: dict[str, str] = {}
         """What could not be built, or did not take a step, and why."""
         self.is_complete = True
@@ -237,23 +235,23 @@ class Race:
             assert self._group is not None, "this rank is one of them"
         return self._group
 
-    def add_baseline(self) -> float:
+    def add_plain(self) -> float:
         """Build it, unless it is there; returns ms a step. Raises: ConfigurationError: it does not take the model."""
         start_s = time.monotonic()
-        lane = self._lanes.get(self.baseline)
+        lane = self._lanes.get(PLAIN)
         if lane is None:
-            lane = self._add(self.baseline)
+            lane = self._add(PLAIN)
             self._add_ms = self._agreement.from_rank_0(1e3 * (time.monotonic() - start_s))
         if lane is None:
-            raise ConfigurationError(f"{self.baseline} does not take this model: {self.refused[self.baseline]}")
-        if not self.samples[self.baseline]:
-            self.samples[self.baseline].append(lane.step_ms)
+            raise ConfigurationError(f"{PLAIN} does not take this model: {self.refused[PLAIN]}")
+        if not self.samples[PLAIN]:
+            self.samples[PLAIN].append(lane.step_ms)
         return lane.step_ms
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the last step of the baseline left a sparse gradient."""
-        parameters = self._lanes[self.baseline].ddp.parameters()
+        """Whether the last step of plain DDP left a sparse gradient."""
+        parameters = self._lanes[PLAIN].ddp.parameters()
         return any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
 
     def run(self, entrants: Sequence[str], *, end_s: float) -> str | None:
@@ -261,7 +259,7 @@ class Race:
 
         Where the time is short, the first of ``entrants`` race.
         """
-        step_ms, field = self.add_baseline(), list(entrants)
+        step_ms, field = self.add_plain(), list(entrants)
         last_ms = self._add_ms + FEWEST_ROUNDS * 2 * max(step_ms, _SAMPLE_MS)
         while field:
             heats, is_last = len(field).bit_length(), len(field) == 1
@@ -281,9 +279,9 @@ class Race:
         return None
 
     def compare(self, candidate: str, *, until_s: float, least: int) -> None:
-        """Rounds of ``candidate`` and the baseline, up to a time of rank 0, but at least so many."""
-        self.add_baseline()
-        baseline, lane = self._lanes[self.baseline], self._add(candidate)
+        """Rounds of ``candidate`` and of plain DDP, up to a time of rank 0, but at least so many."""
+        self.add_plain()
+        plain, lane = self._lanes[PLAIN], self._add(candidate)
         if lane is None:
             return
         samples = self.samples[candidate] = list[float]()
@@ -291,15 +289,15 @@ class Race:
         is_over = False
         while len(ratios) < least or not (is_over or len(ratios) >= _MOST_ROUNDS):
             # In turns, so that neither always comes after the other.
-            order = [baseline, lane] if len(ratios) % 2 == 0 else [lane, baseline]
+            order = [plain, lane] if len(ratios) % 2 == 0 else [lane, plain]
             found = self._together(candidate, partial(self._round, order, until_s))
             if found is None:
                 return
             is_over = found[0][1]
             ms = {one: max(times[place] for times, _ in found) for place, one in enumerate(order)}
-            self.samples[self.baseline].append(ms[baseline])
+            self.samples[PLAIN].append(ms[plain])
             samples.append(ms[lane])
-            ratios.append(ms[lane] / ms[baseline])
+            ratios.append(ms[lane] / ms[plain])
         self._drop(candidate)
 
     def _round(self, order: Sequence[_Lane], until_s: float) -> tuple[list[float], bool]:
