@@ -1,15 +1,16 @@
-"""Test harness: one helper starts ranks as processes, one as threads, one asserts parity."""
+"""Test harness: one helper starts ranks as processes, one asserts parity."""
 
 from __future__ import annotations
 
+from ._rank import UNKNOWN_BACKEND
 from .errors import RankDied, RankFailed, RankHung, UnpicklableError, WorldError
 from .parity import assert_parity
 from .ranks import run_ranks, start_server
 from .spy import bucket_calls
-from .threads import run_threads
 from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, train, wrap
 
 __all__ = [
+    "UNKNOWN_BACKEND",
     "RankDied",
     "RankFailed",
     "RankHung",
@@ -22,7 +23,6 @@ __all__ = [
     "overlapped_step",
     "plain_step",
     "run_ranks",
-    "run_threads",
     "start_server",
     "train",
     "wrap",

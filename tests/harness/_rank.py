@@ -21,6 +21,8 @@ from typing import Any
 
 from .errors import UnpicklableError
 
+UNKNOWN_BACKEND = "unknown"
+"""Gloo under a name that the library does not know."""
 # Warnings that PyTorch's own code gives and no test can avoid: (message, category, reason).
 UPSTREAM_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = ()
 
@@ -129,6 +131,19 @@ def _process_group(spec: RankSpec) -> Iterator[None]:
 
             os.environ.update(shared_gpu_env(spec.rank))
         torch.cuda.set_device(spec.rank % devices)
+    if spec.backend == UNKNOWN_BACKEND:
+
+        class Unknown(dist.ProcessGroupGloo):
+            def name(self) -> str:
+                return UNKNOWN_BACKEND
+
+        made: list[Unknown] = []  # PyTorch keeps the C++ object alone, whose name is Gloo's.
+
+        def make(*args: Any) -> Unknown:
+            made.append(Unknown(*args))
+            return made[-1]
+
+        dist.Backend.register_backend(spec.backend, make, devices=["cpu"])
     # A TCPStore looks up the name of every peer, and waits five seconds where a name server is silent.
     store = dist.FileStore(str(spec.store), spec.world_size)
     store.set_timeout(timeout)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import overlap
-from harness import Record, assert_parity, run_ranks, run_threads
+from harness import UNKNOWN_BACKEND, Record, assert_parity, run_ranks
 from harness.models import DTYPES, MLP, TRANSFORMER
 from overlap import AllGather, AllReduce, Cast, NoReduction, chain, register
 
@@ -109,4 +109,4 @@ def _without_gloo(rank: int, world_size: int) -> None:
 
 
 def test_without_gloo_stages_run_on_autograds_thread() -> None:
-    run_threads(_without_gloo, 2)
+    run_ranks(_without_gloo, 2, backend=UNKNOWN_BACKEND)

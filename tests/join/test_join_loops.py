@@ -16,7 +16,7 @@ from join_loops import (
     train_with_zero_loss,
 )
 
-from harness import assert_parity, run_ranks, run_threads, wrap
+from harness import UNKNOWN_BACKEND, assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import AllReduce, Join, OverlappedOptimizer, Step, chain
 
@@ -141,7 +141,7 @@ def test_the_same_join_can_be_entered_again() -> None:
     assert_same_on_every_rank(run_ranks(_same_join, 2), what="the same Join twice")
 
 
-def _threads(rank: int, world_size: int) -> Any:
+def _uneven(rank: int, world_size: int) -> Any:
     ended = []
     for told_by in TOLD_BY:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -150,4 +150,4 @@ def _threads(rank: int, world_size: int) -> Any:
 
 
 def test_join_on_a_backend_without_channels_of_our_own() -> None:
-    assert_same_on_every_rank(run_threads(_threads, 4), what="threads")
+    assert_same_on_every_rank(run_ranks(_uneven, 4, backend=UNKNOWN_BACKEND), what="another backend")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measuring import socket_bytes
-from harness import assert_parity, run_ranks, run_threads
+from harness import UNKNOWN_BACKEND, assert_parity, run_ranks
 from overlap import BFloat16, ConfigurationError, DQuantType, Float8, Float16, Int4, Int8, TopK, auto_quantize
 
 GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -186,7 +186,7 @@ def _inline(rank: int, ranks: int) -> None:
 
 
 def test_without_gloo_it_runs_at_once() -> None:
-    run_threads(_inline, 2)
+    run_ranks(_inline, 2, backend=UNKNOWN_BACKEND)
 
 
 # Wires -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_ranks, run_threads, wrap
+from harness import UNKNOWN_BACKEND, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP
 from overlap import (
     AllReduce,
@@ -371,7 +371,7 @@ def _waits_inside_backward(rank: int, world_size: int) -> None:
 
 
 def test_if_the_training_thread_drives_the_stages_its_waits_are_exposed() -> None:
-    run_threads(_waits_inside_backward, 2)
+    run_ranks(_waits_inside_backward, 2, backend=UNKNOWN_BACKEND)
 
 
 def _is_compiled_inside(rank: int, world_size: int) -> None:
