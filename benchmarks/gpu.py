@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -136,7 +137,9 @@ def _ranks(device: str, folder: Path, limit_s: float, ranks: int, rows: str) -> 
             table.append([*words, cell["status"], "", "", "", ""])
             continue
         step_ms = cell["step_ms"]
-        base_ms = plain.setdefault((cell["model"], cell["batch"]), step_ms)  # Plain DDP with 25 MB comes first.
+        if cell["row"] == "plain DDP":
+            plain.setdefault((cell["model"], cell["batch"]), step_ms)  # With 25 MB it comes first.
+        base_ms = plain.get((cell["model"], cell["batch"]), math.nan)
         figures = f"{step_ms:.1f}", f"{step_ms / base_ms:.3f}", f"{cell['host_ms']:.1f}", f"{cell['launches']}"
         table.append([*words, *figures, f"{cell['peak_bytes'] / 1e9:.2f}"])
     texts = [f"**{title}**\n\n{in_markdown(table, left=(1,))}" for title, table in tables.items()]
