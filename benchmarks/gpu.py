@@ -1,32 +1,37 @@
 """`make gpu`: all that needs a GPU, within eight minutes, and a report; `--device cpu` is the dry run.
 
-It needs torch and installs nothing. The checks of `tests/gpu` come first, then steps beside PyTorch's own ways on a
-simulated link: one process stands for all ranks. Each runs in processes of its own, so one that crashes or hangs costs
-its own section of the report.
+It needs torch and installs nothing. The checks of `tests/gpu` come first; then steps on all GPUs of the machine, by
+`benchmarks.gpu_ranks`; and where there is one GPU, steps on a simulated link, where one process stands for all ranks.
+Each runs in processes of its own, so one that crashes or hangs costs its own section of the report, which is written
+after every section.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.pages import in_markdown
+
 __all__ = ["main"]
 
 _ROOT = Path(__file__).parents[1]
 _BUDGET_S = {"cuda": 450.0, "cpu": 120.0}
-# Of the time, for the checks; the rest is for the steps.
-_CHECKS_SHARE = 0.55
+# Of the time that is left, for the checks and for the steps on all GPUs; then the rest is for the simulated link.
+_SHARES = {"one": (0.5, 0.5), "several": (0.35, 1.0)}
 # How long a command may go on after its own limit, which ends no check and no sample that has begun.
 _GRACE_S = 30.0
 _VARIANTS = (
@@ -35,10 +40,13 @@ _VARIANTS = (
     "torch-powersgd-r4", "overlap-powersgd-r4", "overlap-quantize8", "overlap-quantize4-feedback",
 )  # fmt: skip
 # Model, batch of each rank, bandwidth of each rank's link.
-_STEPS = {
-    "cuda": (("resnet50-224", 128, "100gbit"), ("gpt-350m", 8, "100gbit"), ("gpt-350m", 8, "25gbit")),
+_SIMULATED = {
+    "cuda": (("gpt-350m", 8, "100gbit"), ("gpt-350m", 8, "25gbit")),
     "cpu": (("mlp", 4, "1gbit"),),
 }
+_OF_THE_SIMULATION = (
+    "Every row sends through one process group written in Python; the host's own times are those above."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("overlap-gpu"), help="of the report")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it")
     parser.add_argument("--variants", default=",".join(_VARIANTS), metavar="A,B,...", help="whose steps are timed")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="ways to train on all GPUs whose name contains it")
     parser.add_argument("--only", default="", metavar="TEXT", help="scenarios whose name contains it")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -56,93 +65,135 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     folder: Path = options.folder.resolve()
     until_s = time.monotonic() + budget_s
-    sections = [_machine(options.device)]
-    wrong = []
+    ranks = torch.cuda.device_count() if options.device == "cuda" else 2
+    checks_share, ranks_share = _SHARES["several" if options.device == "cuda" and ranks > 1 else "one"]
+    sections: list[str] = []
+    wrong: list[str] = []
 
-    def add(section: str, failures: list[str]) -> None:
+    def add(part: Callable[..., tuple[str, list[str]]], share: float, *args: Any) -> None:
+        """Runs a part with its share of the time that is left; no error of one ends the others."""
+        try:
+            section, failures = part(options.device, folder, share * (until_s - time.monotonic()), *args)
+        except Exception as error:
+            section, failures = f"```\n{traceback.format_exc()}```", [f"{part.__name__}: {error}"]
         sections.append(section)
         wrong.extend(failures)
-        # After each section: what ends this process leaves the others.
         (folder / "report.md").write_text("\n\n".join(sections) + "\n")
 
-    add(*_checks(options.device, folder, _CHECKS_SHARE * budget_s, options.only))
-    models = _STEPS[options.device]
+    add(_machine, 0.0)
+    add(_checks, checks_share, options.only)
+    add(_ranks, ranks_share, ranks, options.rows)
+    models = _SIMULATED[options.device] if ranks_share < 1 else ()
     for place, model in enumerate(models):
-        left_s = (until_s - time.monotonic()) / (len(models) - place)
-        add(*_steps(options.device, folder, *model, options.variants, limit_s=left_s))
+        add(_simulated, 1 / (len(models) - place), *model, options.variants)
     print("\n\n".join(sections))
     print(f"\n{folder / 'report.md'}" + "".join(f"\nfailed: {one}" for one in wrong), flush=True)
     return int(bool(wrong))
 
 
-def _machine(device: str) -> str:
+def _machine(device: str, folder: Path, limit_s: float) -> tuple[str, list[str]]:
     lines = [f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"]
     if device == "cpu":
-        return f"# CPU: a dry run in a GPU's place, whose times say nothing\n\n{lines[0]}"
+        return f"# CPU: a dry run in a GPU's place, whose times say nothing\n\n{lines[0]}", []
     one = torch.cuda.get_device_properties(0)
     lines.append(
         f"{torch.cuda.device_count()} x {one.name}, {one.total_memory / 2**30:.0f} GiB, compute capability "
         f"{one.major}.{one.minor}, CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     )
-    return f"# {one.name}\n\n" + "\n\n".join(lines)
+    return f"# {one.name}\n\n" + "\n\n".join(lines), []
 
 
 def _checks(device: str, folder: Path, limit_s: float, only: str) -> tuple[str, list[str]]:
     """Those of `tests/gpu`: a line a topic, and why each that did not pass did not."""
-    found = folder / "checks.json"
-    argv = ["gpu", "--device", device, "--time-limit", f"{limit_s:.0f}", "--json", str(found), "--only", only]
-    failure = _run(argv, folder / "checks.log", limit_s)
-    results: list[dict[str, Any]] = json.loads(found.read_text()) if found.exists() else []
-    bad = [one for one in results if one["outcome"] not in ("passed", "skipped")]
-    lines = ["## Checks", "", "| topic | passed | failed | died | hung | skipped |", "| --- |" + " ---: |" * 5]
-    for topic in dict.fromkeys(one["topic"] for one in results):
-        counts = Counter(one["outcome"] for one in results if one["topic"] == topic)
-        cells = " | ".join(str(counts[name]) for name in ("passed", "failed", "died", "hung", "skipped"))
-        lines.append(f"| {topic} | {cells} |")
-    lines += [f"\n`{one['name']}` {one['outcome']}:\n\n```\n{one['detail'].strip()[-2000:]}\n```" for one in bad]
-    return "\n".join([*lines, failure]), [one["name"] for one in bad] + ([failure] if failure else [])
+    argv = ["gpu", "--device", device, "--time-limit", f"{limit_s:.0f}", "--only", only]
+    results, failures = _run(argv, folder / "checks.json", limit_s)
+    bad = [one for one in results or () if one["outcome"] not in ("passed", "skipped")]
+    outcomes = ("passed", "failed", "died", "hung", "skipped")
+    rows = [["topic", *outcomes]]
+    for topic in dict.fromkeys(one["topic"] for one in results or ()):
+        counts = Counter(one["outcome"] for one in results or () if one["topic"] == topic)
+        rows.append([topic, *(str(counts[outcome]) for outcome in outcomes)])
+    details = [f"`{one['name']}` {one['outcome']}:\n\n```\n{one['detail'].strip()[-2000:]}\n```" for one in bad]
+    return "\n\n".join(["## Checks", in_markdown(rows), *details, *failures]), [
+        *failures,
+        *(one["name"] for one in bad),
+    ]
 
 
-def _steps(
-    device: str, folder: Path, model: str, batch_size: int, bandwidth: str, variants: str, *, limit_s: float
+def _ranks(device: str, folder: Path, limit_s: float, ranks: int, rows: str) -> tuple[str, list[str]]:
+    """Steps on all GPUs, by `benchmarks.gpu_ranks`: a table for each model and batch."""
+    argv = [
+        "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks.gpu_ranks",
+        "--device", device, "--time-limit", f"{limit_s:.0f}", "--only", rows,
+    ]  # fmt: skip
+    results, failures = _run(argv, folder / "ranks.json", limit_s)
+    tables: dict[str, list[list[str]]] = {}
+    plain: dict[tuple[str, int], float] = {}
+    for cell in results or ():
+        head = ["MB a bucket", "", "step, ms", "of plain DDP", "host, ms", "launches", "GB"]
+        table = tables.setdefault(f"{cell['model']}, batch of {cell['batch']} a rank", [head])
+        words = [str(cell["bucket_mb"]), cell["row"]]
+        if cell["status"] != "ok":
+            table.append([*words, cell["status"], "", "", "", ""])
+            continue
+        step_ms = cell["step_ms"]
+        if cell["row"] == "plain DDP":
+            plain.setdefault((cell["model"], cell["batch"]), step_ms)  # With 25 MB it comes first.
+        base_ms = plain.get((cell["model"], cell["batch"]), math.nan)
+        figures = f"{step_ms:.1f}", f"{step_ms / base_ms:.3f}", f"{cell['host_ms']:.1f}", f"{cell['launches']}"
+        table.append([*words, *figures, f"{cell['peak_bytes'] / 1e9:.2f}"])
+    texts = [f"**{title}**\n\n{in_markdown(table, left=(1,))}" for title, table in tables.items()]
+    failures += [f"ranks: {cell['row']}: {cell['status']}" for cell in results or () if _has_failed(cell, "row")]
+    return "\n\n".join([f"## Steps on {ranks} ranks", *texts, *failures]), failures
+
+
+def _simulated(
+    device: str, folder: Path, limit_s: float, model: str, batch_size: int, bandwidth: str, variants: str
 ) -> tuple[str, list[str]]:
     """Step times on a simulated link, by `benchmarks.bench`; one of ours that did not run is a failure."""
     name = f"{model}-{bandwidth}"
     argv = [
         "benchmarks.bench", "--device", device, "--simulate", "--ranks", "8", "--bandwidth", bandwidth,
         "--model", model, "--batch-size", str(batch_size), "--optimizer", "adamw-fused", "--gradient-as-bucket-view",
-        "--steps", "20" if device == "cuda" else "3", "--time-limit", f"{max(limit_s, 30.0):.0f}",
-        "--variants", variants,
-        "--json", str(folder / f"{name}.json"), "--markdown", str(folder / f"{name}.md"),
+        "--steps", "20" if device == "cuda" else "3", "--warmup-steps", "20" if device == "cuda" else "3",
+        "--time-limit", f"{max(limit_s, 30.0):.0f}", "--variants", variants, "--markdown", str(folder / f"{name}.md"),
     ]  # fmt: skip
-    failure = _run(argv, folder / f"{name}.log", limit_s)
-    table = folder / f"{name}.md"
-    text = f"## {model}, 8 simulated ranks, {bandwidth}\n\n{table.read_text().strip() if table.exists() else failure}"
-    rows = json.loads((folder / f"{name}.json").read_text())["rows"] if not failure else []
-    ours = [f"{name}: {row['variant']}: {row['status']}" for row in rows if _has_failed(row)]
-    return text, [*ours, *([failure] if failure else [])]
+    results, failures = _run(argv, folder / f"{name}.json", limit_s)
+    lines = [f"## {model}, 8 simulated ranks, {bandwidth}", _OF_THE_SIMULATION]
+    if results is not None:
+        lines.append((folder / f"{name}.md").read_text().strip())
+        failures += [
+            f"{name}: {row['variant']}: {row['status']}" for row in results["rows"] if _has_failed(row, "variant")
+        ]
+    return "\n\n".join([*lines, *failures]), failures
 
 
-def _has_failed(row: dict[str, Any]) -> bool:
-    """PyTorch's own ways refuse this and that; and a variant may have had no time."""
-    return row["variant"].startswith("overlap-") and not row["status"].startswith(("ok", "not run", "not timed"))
+def _has_failed(row: dict[str, Any], name: str) -> bool:
+    """PyTorch's own ways refuse this and that; and one may have had no time."""
+    is_ours = row[name].startswith(("overlap-", "Step", "ZeroStep"))
+    return is_ours and not row["status"].startswith(("ok", "not run", "not timed"))
 
 
-def _run(argv: Sequence[str], log: Path, limit_s: float) -> str:
-    """Runs a module in a process of its own; returns what went wrong, or nothing."""
-    print(f"{argv[0]}: up to {limit_s:.0f} s, in {log}", file=sys.stderr, flush=True)
+def _run(argv: Sequence[str], results: Path, limit_s: float) -> tuple[Any, list[str]]:
+    """Runs a module in a process of its own; returns the results that it saved, if any, and what went wrong."""
+    log = results.with_suffix(".log")
+    results.unlink(missing_ok=True)
+    print(f"{results.stem}: up to {limit_s:.0f} s, in {log}", file=sys.stderr, flush=True)
     places = (_ROOT, _ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
+    command = [sys.executable, "-m", *argv, "--json", str(results)]
+    failures = []
     with log.open("wb") as stream:
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", *argv], env=environ, stdout=stream, stderr=stream, check=False,
-                timeout=limit_s + _GRACE_S,
-            )  # fmt: skip
+            limit_s = max(limit_s, 0.0) + _GRACE_S
+            done = subprocess.run(command, env=environ, stdout=stream, stderr=stream, check=False, timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return f"{argv[0]} was stopped {_GRACE_S:.0f} s after its time; its output is in {log.name}"
-    # The checks' own status is in their results.
-    return "" if done.returncode in (0, 1) else f"{argv[0]} left with status {done.returncode}; see {log.name}"
+            failures.append(f"{results.stem} was stopped {_GRACE_S:.0f} s after its time; its output is in {log.name}")
+        else:
+            # Checks that fail end with 1, and say so in the results.
+            if done.returncode > 1 or done.returncode < 0 or not results.exists():
+                failures.append(f"{results.stem} left with status {done.returncode}; its output is in {log.name}")
+    return json.loads(results.read_text()) if results.exists() else None, failures
 
 
 if __name__ == "__main__":

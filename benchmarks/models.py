@@ -174,6 +174,7 @@ WORKLOADS = {
     "gpt-25m": _language(layers=6, width=512, vocabulary=16384, tokens=64),
     "gpt-100m": _language(layers=12, width=768, vocabulary=16384, tokens=64),
     "gpt-350m": _language(layers=24, width=1024, vocabulary=50304, tokens=1024),
+    "gpt-1.3b": _language(layers=24, width=2048, vocabulary=50304, tokens=1024),
     "mlp": _classified(partial(_mlp, batch_norm=False), _FEATURES),
     "mlp-batchnorm": _classified(partial(_mlp, batch_norm=True), _FEATURES),
 }

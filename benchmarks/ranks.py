@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from benchmarks.link import LinkError, ShapedLink, enter_namespace, parse_bandwidth, shared_gpu_env
+from benchmarks.link import LinkError, ShapedLink, enter_namespace, parse_bandwidth
 from benchmarks.simulated import SIMULATED_BACKEND, SimulatedLink, register_simulated_backend
 from overlap._torch.device import synchronize
 from overlap.errors import ConfigurationError
@@ -85,19 +85,16 @@ def open_network(
     device: str = "cpu",
     simulate: bool = False,
     latency_us: float = 20.0,
-    share_gpu: bool = False,
 ) -> Iterator[Network]:
     """The network that this machine allows; prints a line if it is not the one that was asked for."""
     speed = None if bandwidth is None else parse_bandwidth(bandwidth)
-    needs_one_process = device == "cuda" and torch.cuda.device_count() < ranks and not share_gpu
+    needs_one_process = device == "cuda" and torch.cuda.device_count() < ranks
     if needs_one_process and speed is None:
         raise ConfigurationError(
-            f"ranks={ranks} have {torch.cuda.device_count()} GPU: add --bandwidth to simulate the link between them, "
-            "or --share-gpu"
+            f"ranks={ranks} have {torch.cuda.device_count()} GPU: add --bandwidth to simulate the link between them"
         )
-    kind: LinkKind = "loopback" if device == "cpu" or share_gpu else "direct"
-    shared = [shared_gpu_env(rank) if share_gpu else {} for rank in range(ranks)]
-    environments = [{"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else one for one in shared]
+    kind: LinkKind = "loopback" if device == "cpu" else "direct"
+    environments = [{"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {} for _ in range(ranks)]
     namespaces: list[str] = []
     with contextlib.ExitStack() as stack:
         if simulate or needs_one_process:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, trace
+from benchmarks import gpu
 from benchmarks.bench import __main__ as bench
 from benchmarks.bench.variants import registry
 from benchmarks.link import parse_bandwidth
@@ -41,11 +41,27 @@ def test_a_link_can_be_simulated_in_one_process(tmp_path: Path) -> None:
 
 
 def test_the_dry_run_for_a_gpu_reports_checks_and_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ["--only", "sharded, deferred", "--variants", "overlap-step-adamw-deferred"]
-    assert gpu.main(["--device", "cpu", "--budget", "60", "--folder", str(tmp_path), *asked]) == 0
+    asked = ["--only", "sharded, deferred", "--rows", "FSDP2", "--variants", "overlap-step-adamw-deferred"]
+    assert gpu.main(["--device", "cpu", "--budget", "120", "--folder", str(tmp_path), *asked]) == 0
     report = (tmp_path / "report.md").read_text()
     assert "| parity | 1 | 0 | 0 | 0 | 0 |" in report and "| **overlap-step-adamw-deferred** |" in report
+    assert "FSDP2, bf16 | " in report and "not run" not in report
     assert report.strip() in capfd.readouterr().out
+
+
+def test_a_part_that_fails_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = gpu._run
+
+    def crash(argv: list[str], results: Path, limit_s: float) -> object:
+        if results.stem == "checks":
+            raise OSError("no process")
+        return run(["nothing_of_that_name"], results, limit_s)
+
+    monkeypatch.setattr(gpu, "_run", crash)
+    assert gpu.main(["--device", "cpu", "--folder", str(tmp_path)]) == 1
+    report = (tmp_path / "report.md").read_text()
+    assert "OSError: no process" in report
+    assert all(f"{part} left with status 1; its output is in {part}.log" in report for part in ("ranks", "mlp-1gbit"))
 
 
 def test_variants_have_baselines() -> None:
@@ -71,19 +87,12 @@ def test_a_race_keeps_its_curves_and_is_continued(tmp_path: Path, capfd: pytest.
     assert "| `overlap-zero` |" in page.read_text() and " old " not in page.read_text()
 
 
-def test_a_trace_has_a_picture_of_both_ways(tmp_path: Path) -> None:
-    asked = "--device cpu --steps 2 --batch-size 2 --image-size 8 --output"
-    assert trace.main([*asked.split(), str(tmp_path)]) == 0
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("main", "argv", "said"),
     [
         (bench.main, "--variants nothing", "variants has nothing; known are"),
         (bench.main, "--bandwidth fast", "bandwidth='fast' is not a speed"),
         (race.main, "--contestants nobody", "contestants has nobody; known are"),
-        (trace.main, "--batch-size 1000", "give --batch-size 2 to 718"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bench.report import Report, markdown, save_plot, table
+from benchmarks.bench.report import Report, markdown, table
 from benchmarks.bench.run import bench
 from benchmarks.bench.settings import OPTIMIZERS, Settings
 from benchmarks.bench.variants import registry
@@ -39,10 +39,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--simulate", action="store_true", help="one process, and a link that is only computed")
     parser.add_argument("--latency-us", type=float, default=default.latency_us, help="of a simulated collective")
-    parser.add_argument("--share-gpu", action="store_true", help="let NCCL's ranks share one GPU, over sockets")
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument("--json", metavar="FILE", help="save the numbers")
-    parser.add_argument("--plot", metavar="FILE.png", help="save a picture")
     parser.add_argument("--show", metavar="FILE", help="run nothing: print an earlier --json FILE")
     parser.add_argument("--markdown", metavar="FILE.md", help="save the table for a document")
 
@@ -66,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(settings.markdown).write_text(markdown(report))
     if settings.json is not None:
         report.save(settings.json)
-    if settings.plot is not None:
-        save_plot(report, settings.plot)
     return 0
 
 

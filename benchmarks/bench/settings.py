@@ -22,7 +22,7 @@ OPTIMIZERS = {
     "adamw-fused": Maker(torch.optim.AdamW, {"lr": LEARNING_RATE, "fused": True}),
 }
 # Where results are saved; not part of the run.
-FILES = ("json", "plot", "markdown")
+FILES = ("json", "markdown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,8 @@ class Settings:
     simulate: bool = False
     # Of a simulated collective, besides the bytes over the bandwidth.
     latency_us: float = 20.0
-    # Two NCCL ranks on one GPU, which NCCL refuses unless it takes them for two hosts.
-    share_gpu: bool = False
     seed: int = 0
     json: str | None = None
-    plot: str | None = None
     markdown: str | None = None
 
     def __post_init__(self) -> None:
@@ -83,5 +80,5 @@ class Settings:
     @property
     def network(self) -> dict[str, Any]:
         """As `open_network` takes it."""
-        names = ("ranks", "bandwidth", "device", "simulate", "latency_us", "share_gpu")
+        names = ("ranks", "bandwidth", "device", "simulate", "latency_us")
         return {name: getattr(self, name) for name in names}

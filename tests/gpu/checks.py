@@ -136,9 +136,10 @@ def _peak_bytes(model: nn.Module, optimizer: Any, device: torch.device, batch: i
 
 
 def _updates_add_little(scenario: Scenario, rank: int, device: torch.device) -> None:
-    """An update in backward takes at most a few buckets more than plain DDP; a sharded one half of the state less."""
+    """An update in backward takes at most a few buckets more than plain DDP, and most gradients less where it releases
+    them; a sharded one half of the state less."""
     peaks = {}
-    for name in ("plain DDP", "Step", "Step, deferred", "ZeroStep"):
+    for name in ("plain DDP", "Step", "Step, deferred", "Step, released", "ZeroStep"):
         ddp = DistributedDataParallel(_layers(device), bucket_cap_mb=4, gradient_as_bucket_view=True)
         parameter_bytes = sum(parameter.nbytes for parameter in ddp.parameters())
         optimizer: Any = torch.optim.AdamW(ddp.parameters(), fused=True)
@@ -147,11 +148,14 @@ def _updates_add_little(scenario: Scenario, rank: int, device: torch.device) -> 
             chain(ZeroStep(optimizer)).register(ddp)
         elif name != "plain DDP":
             optimizer = OverlappedOptimizer(optimizer)
-            chain(AllReduce(), Step(optimizer, deferred="deferred" in name)).register(ddp)
+            step = Step(optimizer, deferred="deferred" in name, release_gradients="released" in name)
+            chain(AllReduce(), step).register(ddp)
         peaks[name] = _peak_bytes(ddp, optimizer, device, 16)
         del ddp, optimizer
     if device.type == "cuda":
         assert max(peaks["Step"], peaks["Step, deferred"]) <= peaks["plain DDP"] + parameter_bytes // 2, peaks
+        # Of the gradients two buckets of eight are there at once.
+        assert peaks["Step, released"] <= peaks["plain DDP"] - parameter_bytes // 2, peaks
         # Half of two moments is a whole copy of the parameters; its chunks of gradients and of new parameters cost.
         assert peaks["ZeroStep"] <= peaks["plain DDP"] - parameter_bytes // 4, peaks
 

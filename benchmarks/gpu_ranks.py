@@ -1,0 +1,194 @@
+"""Steps on all GPUs of this machine: plain DDP through NCCL, PyTorch's own ways, FSDP2, and chains.
+
+    torchrun --standalone --nproc-per-node gpu -m benchmarks.gpu_ranks --json ranks.json [--time-limit 200]
+
+One GPU is a world of one rank, whose collectives cost their launches alone. A cell is a model, a batch, a bucket size
+and a way to train: steps to warm up, some in a row for the step's time, and a few alone, in which the host's time is
+that until `step()` returns, and of which one is profiled for the launches. Times and memory are of the worst rank.
+The cells follow by importance until the time is over; the file is written after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measuring import MemoryMeter
+from benchmarks.models import WORKLOADS
+from benchmarks.ranks import die_with_parent
+from benchmarks.recipes import Maker, Recipe, plain, sharded, stepped, stepped_by_loop, torch_hook, torch_zero
+from overlap import AllReduce, Cast
+from overlap._torch.device import synchronize
+from overlap.hooks.engine.registration import registration_of
+
+# Steps: to warm up, in a row, alone.
+_STEPS = {"cuda": (20, 10, 5), "cpu": (3, 2, 1)}
+_ADAMW = Maker(torch.optim.AdamW, {"lr": 1e-4, "fused": True})
+# With the full batch of each rank; a quarter of it is where communication shows.
+MODELS = {"cuda": {"resnet50-224": 128, "gpt-350m": 8, "gpt-1.3b": 8}, "cpu": {"mlp-batchnorm": 8}}
+FSDP = "FSDP2, bf16"
+ROWS: dict[str, Recipe | None] = {
+    "plain DDP": plain,
+    "DDP, bf16 hook": torch_hook(default_hooks.bf16_compress_hook),
+    "Step": stepped(),
+    "Step, released": stepped(release_gradients=True),
+    "Step, deferred, bf16": stepped(lambda: Cast(torch.bfloat16, AllReduce()), deferred=True),
+    "ZeroStep, deferred, in forward": sharded(deferred=True, gather="forward"),
+    "torch ZeRO": torch_zero,
+    FSDP: None,
+}
+
+
+@dataclass(kw_only=True)
+class Cell:
+    model: str
+    batch: int
+    bucket_mb: int
+    row: str
+    step_ms: float = 0.0
+    host_ms: float = 0.0
+    launches: int = 0
+    peak_bytes: int = 0
+    status: str = "not run: out of time"
+
+
+def cells(device: str) -> Iterator[Cell]:
+    for share, bucket_mb in product((1, 4), (25, 100)):
+        for (model, batch), row in product(MODELS[device].items(), ROWS):
+            if row != FSDP or bucket_mb == 25:  # It has no buckets.
+                yield Cell(model=model, batch=batch // share, bucket_mb=bucket_mb, row=row)
+
+
+def measure(cell: Cell, device: torch.device) -> None:
+    workload = WORKLOADS[cell.model]
+    torch.manual_seed(dist.get_rank())
+    inputs, target = (one.to(device) for one in workload.make_batch(cell.batch))
+    torch.manual_seed(0)
+    with device:
+        model = workload.make_model()
+    meter = MemoryMeter(device)
+    recipe = ROWS[cell.row]
+    if recipe is None:
+        wrapped: nn.Module = _fully_sharded(model)
+        update = stepped_by_loop(_ADAMW(wrapped.parameters()))
+    else:
+        ddp = wrapped = DistributedDataParallel(model, bucket_cap_mb=cell.bucket_mb, gradient_as_bucket_view=True)
+        update = recipe(ddp, _ADAMW)
+    warm_up, in_row, alone = _STEPS[device.type]
+    is_cast = workload.autocast is not None and device.type != "cpu"
+
+    def step() -> None:
+        update.clear()
+        with torch.autocast(device.type, workload.autocast, enabled=is_cast):
+            loss = nn.functional.cross_entropy(wrapped(inputs), target)
+        loss.backward()
+        update.step()
+
+    try:
+        for _ in range(warm_up):
+            step()
+        in_row_s = _timed(lambda: [step() for _ in range(in_row)], device)[1]
+        alone_s = [_timed(step, device)[0] for _ in range(alone)]
+        cell.launches = _launches(step, device)
+        update.finish()
+        worst = torch.tensor([in_row_s / in_row, statistics.median(alone_s), meter.peak_bytes()], device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        cell.step_ms, cell.host_ms, cell.peak_bytes = 1e3 * worst[0].item(), 1e3 * worst[1].item(), int(worst[2])
+    finally:
+        if recipe is not None and (registration := registration_of(ddp)) is not None:
+            registration.remove()
+
+
+def _fully_sharded(model: nn.Module) -> nn.Module:
+    """Each layer and the rest; parameters stay gathered from forward to backward, and all but BatchNorm is in bf16."""
+    has_norm = any(isinstance(one, nn.BatchNorm1d | nn.BatchNorm2d) for one in model.modules())
+    dtype = torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=None if has_norm else dtype, reduce_dtype=dtype)
+    for layer in model.get_submodule("blocks") if hasattr(model, "blocks") else ():
+        fully_shard(layer, reshard_after_forward=False, mp_policy=policy)
+    return fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Seconds until `call` returns, and until the device is done."""
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    start_s = time.perf_counter()
+    call()
+    returned_s = time.perf_counter()
+    synchronize(device)
+    return returned_s - start_s, time.perf_counter() - start_s
+
+
+def _launches(step: Callable[[], None], device: torch.device) -> int:
+    """Of kernels, by this rank in one step; 0 on the CPU."""
+    activities = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *activities]) as profiler:
+        step()
+        synchronize(device)
+    return sum(one.count for one in profiler.key_averages() if "LaunchKernel" in one.key)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=tuple(MODELS), default="cuda")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains it")
+    parser.add_argument("--time-limit", type=float, default=200.0, metavar="SECONDS", help="begin no cell after it")
+    options = parser.parse_args()
+    die_with_parent()
+    until_s = time.monotonic() + options.time_limit
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = (
+        torch.device(options.device, torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    )
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
+    found = [cell for cell in cells(options.device) if options.only in cell.row]
+    for cell in found:
+        verdict = torch.tensor(float(time.monotonic() < until_s), device=device)
+        dist.broadcast(verdict, 0)
+        if not verdict.item():
+            break
+        cell.status = "it ended the processes"
+        _save(found, options.json)
+        try:
+            measure(cell, device)
+            cell.status = "ok"
+        except Exception as error:
+            traceback.print_exc()
+            cell.status = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        _save(found, options.json)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def _save(found: list[Cell], file: Path) -> None:
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps([asdict(cell) for cell in found], indent=1))
+
+
+if __name__ == "__main__":
+    main()

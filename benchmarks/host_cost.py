@@ -1,0 +1,261 @@
+"""The host's time, Python calls and operators for a bucket on an accelerator, measured without one.
+
+    python -m benchmarks.host_cost [--buckets 48] [--steps 30] [--only TEXT]
+
+Streams do nothing and the process group is PyTorch's fake one, so the code for accelerators runs on tensors of the CPU,
+which are so small that launching is all that they cost. Each bucket has the six parameters of one layer. Times are of
+the thread, so other work on the machine hardly counts; operators are those that the package issues, collectives
+included and views left out: about as many kernels are launched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import overlap
+from benchmarks.pages import in_columns
+from benchmarks.recipes import Maker, Recipe, Update, plain, sharded, stepped, stepped_by_loop
+from overlap import AllReduce, Cast, Int8, PowerSGD, Quantize, Stage, chain
+from overlap._torch.device import DeviceStreams, streams_replaced
+from overlap.hooks.engine.registration import registration_of
+
+_PACKAGE = f"{Path(overlap.__file__).parent}/"
+_ADAMW = Maker(torch.optim.AdamW, {"lr": 1e-3, "fused": True})
+_WARM_UP = 20
+# Parts of names of operators, besides those whose schema is a view's.
+_LAUNCH_NOTHING = ("empty", "_unsafe_view", "promote_types", "_record_function")
+
+
+class IdleStreams(DeviceStreams):
+    """Streams and events that do nothing; tensors of the CPU have them, too."""
+
+    device = torch.device("cpu")
+
+    def has_streams(self, device: torch.device) -> bool:
+        return True
+
+    def _itself(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    new_stream = current_stream = default_stream = new_event = _itself
+    record_stream = wait_stream = wait_event = record = synchronize = _nothing
+
+    def on_stream(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def query(self) -> bool:
+        return True
+
+    def future_for(self, device: torch.device) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.clone()
+
+
+class Operators(TorchDispatchMode):
+    """Counts by name the operators that the package issues; those that launch nothing are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        launches = not func.is_view and not any(part in name for part in _LAUNCH_NOTHING)
+        if launches and _is_ours(sys._getframe(1)):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame is not None
+
+
+class Layer(nn.Module):
+    """Six parameters, of five shapes: a bucket."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def _reduced(make_reducer: Callable[[], Stage]) -> Recipe:
+    def recipe(ddp: DistributedDataParallel, make: Maker) -> Update:
+        chain(make_reducer()).register(ddp)
+        return stepped_by_loop(make(ddp.parameters()))
+
+    return recipe
+
+
+def _without_chain(ddp: DistributedDataParallel, make: Maker) -> Update:
+    """A hook that does nothing: DDP's own all-reduce has no result on a fake group."""
+
+    def hook(state: object, bucket: Any) -> Any:
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    hook.__annotations__.clear()  # DDP compares them with types, and here they are strings.
+    ddp.register_comm_hook(None, hook)
+    return plain(ddp, make)
+
+
+PLAIN = "plain DDP"
+# By name: the ranks that the fake group stands for, and the recipe.
+METHODS: dict[str, tuple[int, Recipe]] = {
+    PLAIN: (8, _without_chain),
+    "AllReduce": (8, _reduced(AllReduce)),
+    "Cast(bfloat16)": (8, _reduced(lambda: Cast(torch.bfloat16, AllReduce()))),
+    "AllReduce, Step": (8, stepped()),
+    "AllReduce, Step, deferred": (8, stepped(deferred=True)),
+    "AllReduce, Step, released": (8, stepped(release_gradients=True)),
+    "ZeroStep, 8 ranks": (8, sharded()),
+    "ZeroStep, 64 ranks": (64, sharded()),
+    "PowerSGD(rank=4)": (8, _reduced(lambda: PowerSGD(rank=4))),
+    "Quantize(Int8()), 8 ranks": (8, _reduced(lambda: Quantize(Int8()))),
+    "Quantize(Int8()), 64 ranks": (64, _reduced(lambda: Quantize(Int8()))),
+}
+
+
+@contextlib.contextmanager
+def training(method: str, buckets: int, width: int = 48) -> Iterator[tuple[DistributedDataParallel, Update, Tensor]]:
+    """The model with the method's chain, its update, and an input, in a default process group of their own."""
+    ranks, recipe = METHODS[method]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with streams_replaced(IdleStreams()):
+            torch.manual_seed(0)
+            layers = [Layer(width) for _ in range(buckets)]
+            cap_mb = sum(parameter.nbytes for parameter in layers[0].parameters()) / 2**20
+            ddp = DistributedDataParallel(
+                nn.Sequential(*layers), bucket_cap_mb=cap_mb, gradient_as_bucket_view=True
+            )  # fmt: skip
+            yield ddp, recipe(ddp, _ADAMW), torch.randn(2, width)
+    finally:
+        dist.destroy_process_group()
+
+
+def operators(method: str, buckets: int, *, warm_up: int = 4) -> Counter[str]:
+    """Those that the package issues in one step, by name."""
+    with training(method, buckets) as (ddp, update, x):
+        for _ in range(warm_up):
+            _step(ddp, update, x)
+        with Operators() as counted:
+            _step(ddp, update, x)
+        update.finish()
+    return counted.counts
+
+
+def _step(ddp: nn.Module, update: Update, x: Tensor) -> None:
+    ddp(x).square().mean().backward()
+    update.step()
+    update.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of a method: the median times of a bucket and of ``step()``, and the counts of a step by its buckets."""
+
+    bucket_us: float
+    step_ms: float
+    calls: float
+    operators: float
+
+
+def measure(method: str, buckets: int, steps: int) -> Cost:
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(_PACKAGE)
+
+    with training(method, buckets) as (ddp, update, x):
+        for _ in range(_WARM_UP):
+            _step(ddp, update, x)
+        sys.setprofile(count)
+        _step(ddp, update, x)
+        sys.setprofile(None)
+        with Operators() as counted:
+            _step(ddp, update, x)
+        in_buckets_s: list[float] = []
+        in_step_s: list[float] = []
+        if (registration := registration_of(ddp)) is not None:
+            runtime = registration.runtime
+            runtime.on_bucket = _timed(runtime.on_bucket, in_buckets_s)  # type: ignore[method-assign]
+        step = _timed(update.step, in_step_s)
+        for _ in range(steps):
+            ddp(x).square().mean().backward()
+            step()
+            update.clear()
+        update.finish()
+    return Cost(
+        bucket_us=1e6 * statistics.median(in_buckets_s or [0.0]),
+        step_ms=1e3 * statistics.median(in_step_s),
+        calls=calls / buckets,
+        operators=counted.counts.total() / buckets,
+    )
+
+
+def _timed(call: Callable[..., Any], took_s: list[float]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        start_s = time.thread_time()
+        result = call(*args)
+        took_s.append(time.thread_time() - start_s)
+        return result
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--buckets", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", default="", metavar="TEXT", help="methods whose name contains it")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [["method", "us a bucket", "calls a bucket", "operators a bucket", "step(), ms", "of plain DDP's"]]
+    plain_ms = 0.0
+    for method in METHODS:
+        if method == PLAIN or options.only in method:
+            cost = measure(method, options.buckets, options.steps)
+            plain_ms = plain_ms or cost.step_ms
+            figures = cost.bucket_us, cost.calls, cost.operators
+            rows.append(
+                [method, *(f"{one:.0f}" for one in figures), f"{cost.step_ms:.2f}", f"{cost.step_ms / plain_ms:.2f}"]
+            )
+    print(in_columns(rows))
+
+
+if __name__ == "__main__":
+    main()
