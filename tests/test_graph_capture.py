@@ -68,13 +68,6 @@ def _interleaved() -> Loop:
     return ddp, optimizer, None
 
 
-def _deferred() -> Loop:
-    ddp = _model()
-    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
-    chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
-    return ddp, optimizer, optimizer.step
-
-
 def _zero() -> Loop:
     ddp = _model()
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=True)
@@ -95,7 +88,7 @@ def _averager() -> Loop:
     return ddp, optimizer, lambda: averager.average_parameters(ddp.parameters())
 
 
-LOOPS = (_interleaved, _deferred, _zero, _local, _averager)
+LOOPS = (_interleaved, _zero, _local, _averager)
 
 
 def _goes_on(rank: int, make: Callable[[], Loop]) -> None:
