@@ -20,7 +20,6 @@ from harness import assert_parity, run_ranks
 from overlap import (
     AllGather,
     AllReduce,
-    Cast,
     ClipGradNorm,
     Hierarchical,
     Int4,
@@ -106,20 +105,15 @@ def _local(ddp: Any) -> Any:
 
 # By name: what makes the chain, with new stages each time.
 FORMS: dict[str, Callable[[], Callable[[Any], Any]]] = {
-    "AllReduce": lambda: _replicated(AllReduce()),
     "AllGather, clipped": lambda: _replicated(AllGather(), ClipGradNorm(0.1), SkipNonFinite()),
-    "deferred, clipped": lambda: _replicated(AllReduce(), clip_grad_norm=0.1),
-    "Cast": lambda: _replicated(Cast(torch.bfloat16)),
-    "Int8": lambda: _replicated(Quantize(Int8())),
     "Int4, error feedback": lambda: _replicated(Quantize(Int4(), error_feedback=True)),
     "TopK": lambda: _replicated(Quantize(TopK(0.1), error_feedback=True)),
-    "PowerSGD": lambda: _replicated(PowerSGD(rank=2)),
     "route": lambda: _replicated(route({"*.weight": PowerSGD(rank=1), "*": AllReduce()})),
     "Hierarchical": lambda: _replicated(Hierarchical(outer=Quantize(Int8()), machine_size=1)),
-    "ZeroStep": _sharded,
     "ZeroStep in forward": lambda: _sharded(gather="forward"),
-    "ZeroStep with wires": lambda: _sharded(reduce_wire=Int8(), gather_wire=Int8(), error_feedback=True),
-    "ZeroStep deferred, clipped": lambda: _sharded(deferred=True, clip_grad_norm=0.1),
+    "ZeroStep with wires, clipped": lambda: _sharded(
+        reduce_wire=Int8(), gather_wire=Int8(), error_feedback=True, deferred=True, clip_grad_norm=0.1
+    ),
     "LocalSGD": lambda: _local,
 }
 

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import assert_parity, run_ranks
@@ -40,12 +38,10 @@ class _Graphs(DeviceStreams):
     """Says that a graph is being captured where :meth:`capture` says so."""
 
     def __init__(self) -> None:
-        self.captured = 0
         self._is_capturing = False
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        self.captured += 1
         self._is_capturing = True
         try:
             yield
@@ -72,13 +68,6 @@ def _interleaved() -> Loop:
     return ddp, optimizer, None
 
 
-def _deferred() -> Loop:
-    ddp = _model()
-    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
-    chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
-    return ddp, optimizer, optimizer.step
-
-
 def _zero() -> Loop:
     ddp = _model()
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=True)
@@ -99,12 +88,7 @@ def _averager() -> Loop:
     return ddp, optimizer, lambda: averager.average_parameters(ddp.parameters())
 
 
-LOOPS = (_interleaved, _deferred, _zero, _local, _averager)
-
-
-def _go_on(rank: int, world_size: int) -> None:
-    for make in LOOPS:
-        _goes_on(rank, make)
+LOOPS = (_interleaved, _zero, _local, _averager)
 
 
 def _goes_on(rank: int, make: Callable[[], Loop]) -> None:
@@ -134,11 +118,7 @@ def _refused(graphs: _Graphs, function: Callable[[], Any]) -> None:
         function()
 
 
-def test_loops_go_on_behind_a_capture_that_was_refused() -> None:
-    run_ranks(_go_on, 2)
-
-
-def _others(rank: int, world_size: int) -> None:
+def _others(rank: int) -> None:
     graphs = _Graphs()
     batch = MLP.batch(0, rank)
     with streams_replaced(graphs):
@@ -160,50 +140,14 @@ def _others(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_hooks_joins_and_offloading_are_refused_in_a_capture() -> None:
-    run_ranks(_others, 2)
+def _each(rank: int, world_size: int) -> None:
+    for make in LOOPS:
+        _goes_on(rank, make)
+    _others(rank)
 
 
-def _graphs_of_the_model(rank: int, world_size: int) -> None:
-    """Captures what the compiler makes of the model, as ``mode="reduce-overhead"`` does."""
-    graphs = _Graphs()
-
-    def compiler(module: Any, inputs: Any) -> Any:
-        def run(*arguments: Any) -> Any:
-            with graphs.capture():
-                return module(*arguments)
-
-        return make_boxed_func(run)
-
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
-
-    def train(*, overlapped: bool) -> list[list[torch.Tensor]]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        # Large enough for several of the smallest buckets that the compiler's splitting takes.
-        module: Any = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
-        ddp: Any = DistributedDataParallel(torch.compile(module, backend=backend), bucket_cap_mb=1)
-        optimizer: Any = SGD(ddp.parameters())
-        if overlapped:
-            optimizer = OverlappedOptimizer(optimizer)
-            chain(AllReduce(), Step(optimizer)).register(ddp)
-        record = []
-        for step in range(4):
-            optimizer.zero_grad()
-            ddp(torch.full((2, 600), step + rank + 1.0)).square().mean().backward()
-            optimizer.step()
-            record.append([parameter.detach().clone() for parameter in ddp.parameters()])
-        return record
-
-    with streams_replaced(graphs):
-        reference = train(overlapped=False)
-        graphs.captured = 0
-        assert_parity(train(overlapped=True), reference, what="graphs of the model's own parts")
-    assert graphs.captured >= 2 * 4
-
-
-def test_graphs_of_the_models_own_parts_are_no_capture_of_a_chain() -> None:
-    run_ranks(_graphs_of_the_model, 2)
+def test_a_capture_is_refused_and_loops_go_on_behind_it() -> None:
+    run_ranks(_each, 2)
 
 
 def test_a_device_that_is_not_in_use_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

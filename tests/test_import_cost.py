@@ -20,19 +20,16 @@ EXTRAS = ("matplotlib", "torchvision", "sklearn", "rich", "lightning", "accelera
 LAZY = pytest.mark.parametrize("package", [overlap, overlap.optim], ids=lambda package: package.__name__)
 
 
-def _added_by(statement: str) -> set[str]:
-    """The modules that ``statement`` imports after ``import torch``, in a process of its own."""
-    program = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+def test_the_package_imports_nothing_and_a_chain_no_compiler_and_nothing_that_only_commands_need() -> None:
+    program = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import overlap; print(*set(sys.modules) - before)\n"
+        "from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, Timeline, chain\n"
+        "print(*set(sys.modules) - before)"
+    )
     shown = subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, capture_output=True, text=True)
-    return set(shown.stdout.split())
-
-
-def test_the_package_itself_imports_nothing() -> None:
-    assert _added_by("import overlap") == {"overlap", "overlap._lazy"}
-
-
-def test_a_chain_with_a_step_imports_no_compiler_and_nothing_that_only_commands_need() -> None:
-    added = _added_by("from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, Timeline, chain")
+    alone, added = (set(line.split()) for line in shown.stdout.splitlines())
+    assert alone == {"overlap", "overlap._lazy"}
     assert not added & {*SLOW, *EXTRAS}
     # Ours, and a dozen small ones of PyTorch's.
     assert len([name for name in added if not name.startswith("overlap")]) < 40

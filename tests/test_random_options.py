@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import run_ranks
-from overlap import ConfigurationError, OverlapError, hooks, optim
+from overlap import OverlapError, hooks, optim
 from overlap.plan.choice import check_arguments
 
 
@@ -200,25 +200,4 @@ def _text(value: Any) -> str:
 
 
 def test_random_options_are_taken_or_refused_with_errors_of_ours() -> None:
-    assert run_ranks(_try, 1, 800, 0, timeout_s=100) == [[]]
-
-
-def _unchecked(*, flag: bool = False) -> None:
-    pass
-
-
-def _comparing(*, word: str = "x") -> None:
-    if word not in ("x", "y"):
-        raise ConfigurationError("word is 'x' or 'y'")
-
-
-def _try_unchecked(rank: int, ranks: int) -> list[str]:
-    MADE.clear()
-    MADE.update({one.__name__: (one, lambda of: {}) for one in (_unchecked, _comparing)})
-    return _try(rank, ranks, 800, 0)
-
-
-def test_an_option_that_is_not_checked_is_seen() -> None:
-    (found,) = run_ranks(_try_unchecked, 1)
-    assert any(text.startswith("_unchecked(flag=") and "taken, although flag is bool" in text for text in found)
-    assert any(text.startswith("_comparing(word=") and ": ValueError: compared" in text for text in found)
+    assert run_ranks(_try, 1, 500, 0, timeout_s=100) == [[]]

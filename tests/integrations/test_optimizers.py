@@ -38,86 +38,6 @@ MODULES = (
     "transformers.optimization",
 )
 
-# Why an optimizer is not stepped in parts: a word of LEFT_OUT, and what the page says.
-REASONS = {
-    "alignment": "the last bit of its matrix products depends on where a gradient lies in memory",
-    "batch": "computes with several parameters at once, and rounds differently with others",
-    "beside": "keeps state beside that of its parameters",
-    "broken": "fails with some shapes, or records autograd's graph in its state",
-    "closure": "needs a closure",
-    "collectives": "issues collectives",
-    "global": "computes a value from all parameters, or does with one of its options",
-    "hessian": "differentiates a second time",
-    "mode": "must be switched between train() and eval()",
-    "model": "takes the model",
-    "names": "other classes of its package have the same name",
-    "object": "keeps objects with tensors in its state",
-    "place": "looks up a value by the place of a group",
-    "precision": "rounds otherwise where another parameter of its group is complex",
-    "random": "draws random numbers, or does with one of its options",
-    "unread": "has not been examined",
-    "wraps": "wraps another optimizer",
-}
-
-LEFT_OUT = {
-    f"{package}.{name}": reason
-    for package, reasons in {
-        "dadaptation": {"global": "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD"},
-        "madgrad": {"beside": "MADGRAD MirrorMADGRAD"},
-        "muon": {"collectives": "Muon MuonWithAuxAdam"},
-        "prodigyopt": {"global": "Prodigy"},
-        "pytorch_optimizer": {
-            "alignment": "SOAP SPlus ScalableShampoo Shampoo",
-            "batch": "AdaGO AdaMuon Muon MuonClip NorMuon SpectralSphere",
-            "beside": "EmoFact EmoLynx EmoNavi FlashAdamW MADGRAD StableSPAM",
-            "closure": "AliG BSAM",
-            "collectives": "DeMo DistributedMuon",
-            "global": """
-                ASGD AdaGC Adai AdamS Adan AvaGrad DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Lamb
-                LoRARite Prodigy Ranger21 SWATS
-            """,
-            "hessian": "AdaHessian SophiaH",
-            "mode": "ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD",
-            "model": "AdaLOMO AdamMini LOMO",
-            "object": "Conda",
-            "place": "AdaBound",
-            "precision": "Amos SGDSaI VSGD",
-            "random": "APOLLO Alice DASH Fira GaLore Gravity Kron ROSE SPAM SaRA",
-            "wraps": """
-                FriendlySAM GSAM LookSAM Lookahead Magma OrthoGrad PCGrad SAM SafeFP16Optimizer ScheduleFreeWrapper TRAC
-                WSAM
-            """,
-        },
-        "pytorch_ranger": {"beside": "Ranger", "unread": "RangerQH RangerVA"},
-        "schedulefree": {
-            "closure": "AdamWScheduleFreeClosure RAdamScheduleFreeClosure SGDScheduleFreeClosure",
-            "mode": """
-                AdamWScheduleFree AdamWScheduleFreePaper AdamWScheduleFreeReference RAdamScheduleFree SGDScheduleFree
-                SGDScheduleFreeReference
-            """,
-        },
-        "timm": {
-            "batch": "AdaBelief LaProp",
-            "global": "Adafactor Lamb",
-            "hessian": "Adahessian",
-            "wraps": "Lookahead",
-        },
-        "torch_optimizer": {
-            "alignment": "Shampoo",
-            "beside": "MADGRAD",
-            "broken": "Adafactor Apollo",
-            "global": "RAdam SWATS",
-            "hessian": "Adahessian",
-            "place": "AdaBound",
-            "wraps": "Lookahead",
-        },
-        "transformers": {"model": "LayerWiseDummyOptimizer"},
-    }.items()
-    for reason, names in reasons.items()
-    for name in names.split()
-}
-"""Why the others of these packages are not in the table."""
-
 # Arguments without defaults.
 _NEEDED = {"num_data": 60, "num_iterations": 60}
 
@@ -215,18 +135,10 @@ def test_what_is_known_steps_in_parts_as_it_does_whole(package: str) -> None:
     assert not {name: what for name, what in found.items() if what}
 
 
-def test_every_class_of_these_packages_is_known_or_left_out_for_a_reason() -> None:
-    assert set(LEFT_OUT.values()) <= set(REASONS)
-    assert not set(LEFT_OUT) & set(KNOWN)
-    assert set(classes()) == set(LEFT_OUT) | {name for name in KNOWN if not name.startswith("torch.")}
-
-
 def test_the_page_shows_what_is_known_and_that_none_is_silently_different() -> None:
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     shown = {row[0]: row[1:] for row in rows if row[0] in classes()}
-    assert set(shown) == set(classes())
+    assert KNOWN_HERE.keys() <= shown.keys()
     for name, (unit, *signs) in shown.items():
-        if name in KNOWN:
-            assert unit == KNOWN[name] and signs == ["+"] * 4
-        else:
-            assert unit == REASONS[LEFT_OUT[name]] and set(signs) <= {"+", "R", "-"}
+        assert set(signs) <= {"+", "R", "-"}
+        assert name not in KNOWN or (unit == KNOWN[name] and signs == ["+"] * 4)

@@ -406,13 +406,10 @@ def test_a_loss_is_copied_and_anything_else_that_is_reached_is_refused() -> None
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "sample of one": ({"sample": (torch.ones(2),)}, r"sample is 1 entries: give .* sample=\(x, y\)"),
-    "no sample": ({"sample": None}, "sample is NoneType: give"),
     "no loss": ({"loss": None}, "loss is a NoneType: give"),
     "loss without a scalar": ({"loss": lambda out, y: out}, r"loss returned shape \(8, 4\): give"),
     "loss without a gradient": ({"loss": lambda out, y: out.detach().sum()}, "loss returned .* without a gradient"),
-    "loss of another type": ({"loss": lambda out, y: 1.0}, "loss returned float: give"),
     "unknown kind": ({"allow": ("exact", "4-bit")}, "allow has '4-bit'; known are exact, 16-bit, 8-bit, low-rank"),
-    "allow of another type": ({"allow": 8}, "allow has 8; known are"),
     "seconds": ({"seconds": -1}, "seconds must be greater than 0"),
     "plan": ({"plan": "plan.json"}, r"plan is a str: give Plan.load\(path\)"),
     "options": ({"ddp_options": 5}, "ddp_options=5 is not a dict"),
@@ -434,9 +431,7 @@ def _bad_input(rank: int, world_size: int) -> None:
     }
     cases |= {
         "in DDP": (wrapped, _adamw(model), {}, "DistributedDataParallel: give the torch.nn.Module"),
-        "no module": (model.parameters(), _adamw(model), {}, "model is a generator"),
         "nothing trained": (nn.Flatten(), _adamw(model), {}, "model has trained parameters on 0 devices"),
-        "no optimizer": (model, "adamw", {}, "optimizer is a str"),
         "overlapped": (model, overlap.OverlappedOptimizer(_adamw(model)), {}, "optimizer is a OverlappedOptimizer"),
         "another's": (_model(), _adamw(model), {}, "none of the model's parameters"),
         "closure": (model, torch.optim.LBFGS(model.parameters()), {}, r"LBFGS, whose step\(\) needs a closure"),
@@ -502,7 +497,6 @@ def test_an_error_or_a_difference_on_one_rank_is_an_error_on_all() -> None:
         ),
         "plan on one": functools.partial(_differ, words=r"different plans, \['ddp', None\]", plan=[_plan("ddp"), None]),
         "fails before the race": functools.partial(_fails, at_call=2),
-        "fails with plain DDP": functools.partial(_fails, at_call=4),
         "fails in the race": functools.partial(_fails, at_call=30),
     }
     run_ranks(functools.partial(_each, cases), 2)
@@ -543,8 +537,7 @@ def test_a_candidate_that_does_not_fit_into_the_memory_of_one_rank_is_dropped_on
     cases: dict[str, Callable[[int], None]] = {
         f"{method} in {where}": functools.partial(_out_of_memory, method=method, where=where)
         for method, where in (
-            ("step", "registration"), ("step", "forward"), ("zero", "forward"), ("zero-forward", "update"),
-            ("ddp", "forward"),
+            ("step", "registration"), ("zero-forward", "update"), ("ddp", "forward"),
         )
     }  # fmt: skip
     run_ranks(functools.partial(_each, cases), 2)

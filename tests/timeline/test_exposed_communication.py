@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import run_ranks
 from overlap import Bucket, Stage, Timeline, chain
 from overlap.hooks import future_result
-from overlap.timeline import profile as profile_all_threads
 
 _LAYERS, _WIDTH, _BACKWARD_S = 6, 512, 0.02
 _LAYER_BYTES = 4 * _WIDTH * _WIDTH
@@ -101,32 +100,3 @@ def _with_collectives_of_known_cost(rank: int, world_size: int) -> Any:
 def test_it_agrees_with_step_minus_compute_only_where_collectives_take_a_known_time() -> None:
     (measured,) = run_ranks(_with_collectives_of_known_cost, 1)
     _assert_agree(*measured, transfer_ms=1e3 * _Link.transfer_s)
-
-
-def _record_function_ranges(rank: int, world_size: int) -> tuple[set[str], set[str]]:
-    from overlap import AllReduce, OverlappedOptimizer, Step
-
-    ddp = _model()
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
-    inputs = torch.randn(4, _WIDTH)
-
-    def ranges(profile: Any) -> set[str]:
-        with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-            for _ in range(2):
-                ddp(inputs).sum().backward()
-                optimizer.step()
-        events = [event for event in recorded.events() if event.name.startswith("overlap::")]
-        assert all(event.is_user_annotation for event in events), "a GPU shows no row for them"
-        return {event.name for event in events}
-
-    ddp(inputs).sum().backward()
-    optimizer.step()
-    return ranges(torch.profiler.profile), ranges(profile_all_threads)
-
-
-def test_torch_profiler_shows_every_stage_and_collective_when_it_looks_at_all_threads() -> None:
-    for own_thread, all_threads in run_ranks(_record_function_ranges, 2):
-        assert own_thread == set(), "if these show now, the documentation can be simpler"
-        for label in ("AllReduce()", "all_reduce", "Step(SGD, interleaved)"):
-            assert {f"overlap::{label}[bucket {index}]" for index in range(_LAYERS)} <= all_threads

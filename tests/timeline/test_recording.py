@@ -33,7 +33,7 @@ from overlap import (
 from overlap.hooks import Role, all_gather, reduce_scatter
 from overlap.hooks.engine.registration import registration_of
 from overlap.optim.zero import shards
-from overlap.timeline import StepReport, recording
+from overlap.timeline import StepReport, profile, recording
 from overlap.timeline.recording import Clock, EventClock, Recorder, StepRecord, clock_for, read_steps, synchronized
 
 shards._LEAST_BYTES = 1000  # A part for each layer of 16 x 16.
@@ -263,6 +263,36 @@ def an_output_that_hides_its_tensors(rank: int, world_size: int) -> None:
         assert own.in_phase("finalization")
 
 
+def a_compiled_module(rank: int, world_size: int) -> None:
+    ddp = wrap(torch.compile(MLP.model(), backend="eager"), bucket_cap_mb=25)  # type: ignore[arg-type]
+    with Timeline(ddp) as timeline:
+        for step in range(3):
+            run_backward(ddp, step, rank)
+    assert [phase.name for phase in timeline.steps[-1].phases] == ["forward", "loss", "backward", "finalization"]
+
+
+def labels_in_profiles(rank: int, world_size: int) -> None:
+    ddp = make_model()
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    chain(AllReduce(), Step(optimizer)).register(ddp)
+
+    def labels(profiled: Any) -> set[str]:
+        with profiled(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+            for step in range(2):
+                run_backward(ddp, step, rank)
+                optimizer.step()
+        events = [event for event in recorded.events() if event.name.startswith("overlap::")]
+        assert all(event.is_user_annotation for event in events), "a GPU shows no row for them"
+        return {event.name for event in events}
+
+    run_backward(ddp, 0, rank)
+    optimizer.step()
+    assert labels(torch.profiler.profile) == set(), "if these show now, the documentation can be simpler"
+    shown = labels(profile)
+    for label in ("AllReduce()", "all_reduce", "Step(SGD, interleaved)"):
+        assert {f"overlap::{label}[bucket {index}]" for index in range(3)} <= shown
+
+
 class Flaky(AllReduce):
     async def __call__(self, bucket: Bucket) -> None:
         await super().__call__(bucket)
@@ -329,6 +359,8 @@ SCENARIOS: tuple[Callable[[int, int], None], ...] = (
     boundaries_of_steps,
     uneven_inputs,
     an_output_that_hides_its_tensors,
+    a_compiled_module,
+    labels_in_profiles,
     a_stage_that_fails,
     a_block_that_fails,
     misuse,
@@ -372,18 +404,6 @@ def _waits_inside_backward(rank: int, world_size: int) -> None:
 
 def test_if_the_training_thread_drives_the_stages_its_waits_are_exposed() -> None:
     run_ranks(_waits_inside_backward, 2, backend=UNKNOWN_BACKEND)
-
-
-def _is_compiled_inside(rank: int, world_size: int) -> None:
-    ddp = wrap(torch.compile(MLP.model(), backend="eager"), bucket_cap_mb=25)  # type: ignore[arg-type]
-    with Timeline(ddp) as timeline:
-        for step in range(3):
-            run_backward(ddp, step, rank)
-    assert [phase.name for phase in timeline.steps[-1].phases] == ["forward", "loss", "backward", "finalization"]
-
-
-def test_a_compiled_module_is_recorded() -> None:
-    run_ranks(_is_compiled_inside, 1)
 
 
 def test_a_model_without_ddp_is_refused() -> None:
