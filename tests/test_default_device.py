@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from overlap import (
     route,
 )
 from overlap.errors import UnsupportedError
-from overlap.hooks.engine.executors import limit_replaced
+from overlap.hooks.engine import executors
 
 PACKAGE = Path(overlap.__file__).parent
 FACTORIES = {
@@ -125,7 +126,7 @@ def _train(make: Callable[[], Callable[[Any], Any]], default: str, rank: int, *,
     batches = [torch.randn(4, 16, generator=torch.Generator().manual_seed(9 * place + rank)) for place in range(4)]
     torch.set_default_device(default)
     try:
-        with limit_replaced(2**20) if inline else nullcontext():
+        with mock.patch.object(executors, "SMALL_BYTES", 2**20) if inline else nullcontext():
             optimizer = make()(ddp)
             # Uneven: rank 0 has a batch less.
             with Join([ddp, optimizer]) as join:

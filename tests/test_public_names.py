@@ -96,7 +96,6 @@ NAMES = {
         "bf16_compress_hook",
         "bf16_compress_wrapper",
         "broadcast",
-        "by_ndim",
         "chain",
         "fp16_compress_hook",
         "fp16_compress_wrapper",

@@ -82,15 +82,6 @@ IN_A_CHAIN: dict[str, tuple[Call, str]] = {
     "a sharded optimizer": (lambda of: of.zero, r"write chain\(ZeroStep\(zero\)\)"),
     "a stage's class": (lambda of: Step, r"Step is not a stage: it is a class; write Step\(\.\.\.\)"),
     "a wire": (lambda of: Int8(), r"Int8\(\) is not a stage: write Quantize\(Int8\(\)\)"),
-    "a clip of the norm": (
-        lambda of: torch.nn.utils.clip_grad_norm_,
-        r"clip_grad_norm_ is not a stage: write ClipGradNorm\(max_norm\)",
-    ),
-    "a clip of the norm with its arguments": (
-        lambda of: partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0),
-        r"write ClipGradNorm\(max_norm\)",
-    ),
-    "a clip of values": (lambda of: torch.nn.utils.clip_grad_value_, r"bucket\.buffer\.clamp_\(-value, value\)"),
     "a scheduler": (lambda of: torch.optim.lr_scheduler.StepLR(of.sgd, 1), "StepLR is not a stage: a stage is"),
     "a module": (lambda of: of.model, "Sequential is not a stage: a stage is"),
     "a model in DDP": (lambda of: of.ddp, "DistributedDataParallel is not a stage: a stage is"),

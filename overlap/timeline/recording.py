@@ -27,8 +27,8 @@ from overlap._torch.optimizer import only_watches
 from overlap.errors import RegistrationError, TrainingLoopError
 from overlap.hooks import AllReduce, Bucket, Chain, Registration, Role, Stage, chain
 from overlap.hooks.collectives import Operation, WholePass
-from overlap.hooks.engine.background import BETWEEN_PASSES, Subject
 from overlap.hooks.engine.registration import registration_of
+from overlap.hooks.engine.wavefront import BETWEEN_PASSES, Subject
 from overlap.hooks.stage import walk
 from overlap.ranks.collectives import of_all_ranks
 from overlap.timeline.pictures import check_path, save_reports

@@ -14,7 +14,7 @@ from harness import run_ranks
 from harness.streams import STREAMS_BACKEND, detecting
 from overlap import AllReduce, Bucket, LocalSGD, Stage, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.hooks import StageContext, all_reduce
-from overlap.hooks.engine.background import Completion, Item
+from overlap.hooks.engine.wavefront import Item
 from overlap.hooks.stage import Role
 
 from .model import batch, wrapped
@@ -69,9 +69,8 @@ class _Fails(Stage):
         raise RuntimeError("as it was told")
 
     def after_backward(self, *, failed: bool) -> None:
-        self.completion = Completion(self.context.device)
         assert self.context.background is not None
-        self.context.background([Item(index=0)], self._work, on_failure=self.completion.fail)
+        (self.completion,) = self.context.background([Item(index=0)], self._work).values()
 
 
 def _failing(rank: int, world_size: int) -> None:

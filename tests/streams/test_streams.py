@@ -15,7 +15,7 @@ from overlap.optim import subset
 
 from .model import CPU
 from .mutants import MUTANTS
-from .play import PAGE, Outcome, find, found_in_ranks, page, played
+from .play import Outcome, find, found_in_ranks, played
 from .scenarios import SCENARIOS, OnDefault
 
 
@@ -45,10 +45,6 @@ def test_a_mutant_is_found(name: str) -> None:
 def test_mutants_of_two_ranks_are_found() -> None:
     found = found_in_ranks()
     assert found == {name: MUTANTS[name].found_as for name in found} and found
-
-
-def test_the_page_shows_all_scenarios_and_mutants() -> None:
-    assert PAGE.read_text() == page(), "run `python tests/streams`"
 
 
 # The stream that an optimizer is stepped on. -------------------------------------------------------------------

@@ -149,8 +149,7 @@ class ClipGradNorm(WholePassTransform):
     Communication: none; after a reduce-scatter, one all-reduce of a number. Changes: ``bucket.buffer``.
 
     Raises:
-        ConfigurationError: an argument is out of range; or, at registration, it stands after an update, or before a
-            communication hook.
+        ConfigurationError: an argument is out of range; or, at registration, it stands after an update.
 
     >>> ClipGradNorm(1.0)
     ClipGradNorm(1)

@@ -112,15 +112,6 @@ class WholePassTransform(Transform):
         super().__init__()
         self._arrived: list[Bucket] = []
 
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
-        super().placed(before, after)
-        hook = next((stage for stage in after if stage.starts_on_autograd_thread), None)
-        if hook is not None:
-            raise ConfigurationError(
-                f"{self!r} waits for the whole pass, and {hook!r} after it must be called where DDP calls hooks, when "
-                f"its bucket arrives: put {self!r} after the hook"
-            )
-
     def before_backward(self, *, is_replay: bool) -> None:
         self._arrived.clear()
 

@@ -15,7 +15,7 @@ import torch
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, TRANSFORMER, UNUSED, Case
 from overlap import AllReduce, Cast, CollectiveError, OverlappedOptimizer, Step, chain
-from overlap.hooks.engine.background import Completion
+from overlap.hooks.engine.wavefront import Completion
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 

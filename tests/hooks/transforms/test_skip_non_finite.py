@@ -23,7 +23,7 @@ from overlap import (
     ZeroStep,
     chain,
 )
-from overlap.hooks.finite import LargestElements
+from overlap._torch.foreach import LargestElements
 
 from .by_hand import ADAMW, ADAMW_OPTIONS, backward_alone
 

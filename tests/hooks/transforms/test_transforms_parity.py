@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from harness import Record, assert_parity, run_ranks, wrap
 from harness.models import DTYPES, EMPTY, MLP, UNUSED, mean_squared_error
@@ -65,6 +66,9 @@ def _on_own_gradients(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]
             for form in FORMS[:2] if name == "ClipGradNorm" else FORMS[:1]:
                 found = with_step(case, rank, before_reducer(make), form)
                 yield f"{name} on own gradients, {form}, {case}", found, by, {}
+            if case is MLP and name == "ClipGradNorm":
+                build = lambda update: chain(ClipGradNorm(0.05), default_hooks.allreduce_hook, update)  # noqa: E731
+                yield f"{name} before a hook", with_step(case, rank, build, "interleaved"), by, {}
 
 
 def _halve(bucket: Bucket) -> None:
