@@ -52,25 +52,18 @@ class Route(StageOfOneModel):
         names = {parameter: name for parameter, name in context.names.items() if self._reducer_of[name] is child}
         return replace(context, names=names)
 
-    def origin_in(self, context: StageContext) -> dict[str, list[str]]:
-        """The names of the parameters of each reducer that has state, by its position."""
-        return {
-            str(position): [name for name, one in self._reducer_of.items() if one is reducer]
-            for position, reducer in enumerate(self.children)
-            if reducer.state_dict()
-        }
+    def origin_in(self, context: StageContext) -> dict[str, int]:
+        """The position of each parameter's reducer, by name."""
+        return {name: self.children.index(reducer) for name, reducer in self._reducer_of.items()}
 
-    def check_origin(self, origin: Mapping[str, Sequence[str]], context: StageContext) -> None:
-        here = self._assigned(context.names or {})
-        for position, saved in origin.items():
-            reducer = self.children[int(position)]
-            own = {name for name, one in here.items() if one is reducer}
-            if other := sorted(own.symmetric_difference(saved)):
-                raise ConfigurationError(
-                    f"the state of {reducer!r} was saved with other rules or of another model: {other[0]} "
-                    f"{'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of the run that "
-                    "was saved"
-                )
+    def check_origin(self, origin: Mapping[str, int], context: StageContext) -> None:
+        here = {name: self.children.index(one) for name, one in self._assigned(context.names or {}).items()}
+        if other := [name for name in {**origin, **here} if origin.get(name) != here.get(name)]:
+            had = "had another reducer" if other[0] in origin else "was not one of its parameters"
+            raise ConfigurationError(
+                f"the state of {self!r} was saved with other rules or of another model: {other[0]} {had}; use the "
+                "rules of the run that was saved"
+            )
 
     async def __call__(self, bucket: Bucket) -> None:
         members: dict[Stage, list[int]] = {}

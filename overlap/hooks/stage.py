@@ -133,7 +133,7 @@ class Stage(ABC):
     # Called by the engine. The defaults fit most stages.
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:  # noqa: B027
-        """Called before :meth:`attach`, with the stages of the chain around this one; raise to refuse the order."""
+        """Called before :meth:`attach`, with the stages around this one; raise to refuse the order."""
 
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered; raise to refuse a model."""

@@ -425,7 +425,7 @@ def _roles_of(root: Stage) -> dict[str, Role]:
     """The role of each stage, by the label that it runs under."""
     roles = {repr(stage): stage.role for stage in walk(root)}
     if isinstance(root, Chain):
-        roles[repr(root)] = root.stages[0].role  # Its own code only calls the first stage.
+        roles[repr(root)] = root.sequence[0].role  # Its own code only calls the first stage.
     return roles
 
 

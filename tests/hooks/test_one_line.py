@@ -31,7 +31,7 @@ from overlap import (
     route,
 )
 
-_STEPS, _SPOILED = 6, 2
+_STEPS, _SPOILED = 4, 2
 """Steps, of which in one the loss of rank 1 overflows."""
 
 

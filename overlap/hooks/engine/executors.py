@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from overlap._torch.c10d import has_lost_connection
 from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap.errors import CollectiveError
+from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.stage import Stage, walk
@@ -41,6 +42,7 @@ __all__ = [
     "BucketFuture",
     "Executor",
     "HostExecutor",
+    "Observer",
     "StreamExecutor",
     "Worker",
     "executor_for",
@@ -69,6 +71,27 @@ def runs_inline(ddp: DistributedDataParallel) -> bool:
     return SMALL_BYTES > 0 and (has_one_bucket(ddp) or trained_bytes <= SMALL_BYTES)
 
 
+class Observer(Protocol):
+    """Is notified on the thread where something happens and, on accelerators, with its stream current.
+
+    ``subject`` is a bucket or an item of work between passes, ``label`` the stage's ``repr``.
+    """
+
+    def arrived(self, bucket: Bucket, /) -> None: ...
+
+    def running(self, subject: Any, label: str, /) -> None:
+        """A stage's code begins to run, up to its next operation."""
+
+    def ran(self, subject: Any, label: str, /) -> None: ...
+
+    def launched(self, subject: Any, label: str, operation: Operation, /) -> None: ...
+
+    def waiting(self, subject: Any, operation: Operation, /) -> None: ...
+
+    def finished(self, subject: Any, operation: Operation, /) -> None:
+        """The wait for ``operation`` is over, which has not failed."""
+
+
 class Executor:
     """Where stages run: here on the calling thread and, of an accelerator, on its current stream.
 
@@ -77,8 +100,7 @@ class Executor:
         device: that of the tensors.
     """
 
-    observer: Any = None
-    """See :attr:`Registration.observer`."""
+    observer: Observer | None = None
     worker: Worker | None = None
     """The thread that runs what is submitted; the caller's thread does where ``None``."""
 

@@ -29,7 +29,7 @@ from overlap.errors import (
     hide_internal_frames,
 )
 from overlap.hooks.adapters import as_stage
-from overlap.hooks.engine.executors import BucketFuture
+from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime, shares_of
 from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.board import Agreement, explain
@@ -45,8 +45,8 @@ __all__ = ["Registration", "register", "registration_of"]
 
 
 class _Dispatcher:
-    """The hook of a DDP instance, which takes one and keeps it forever: passes buckets to the current registration, or
-    without one reduces as DDP itself does. So a registration can be removed and replaced."""
+    """The hook of a DDP instance, which takes one and keeps it: passes buckets to the current registration, or without
+    one reduces as DDP itself does."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.__name__ = self.__qualname__ = "overlap"
@@ -188,17 +188,12 @@ class Registration:
         )
 
     @property
-    def observer(self) -> Any:
-        """An object that is notified, if set: ``arrived(bucket)``; ``running(subject, label)`` and ``ran(subject,
-        label)`` around a stage's code up to its next operation; ``launched(subject, label, operation)``; ``waiting``
-        and, unless it failed, ``finished(subject, operation)`` around the wait for it.
-
-        It is called on the thread where that happens and, on accelerators, with its stream current. ``subject`` is a
-        bucket or an item of background work, ``label`` the stage's ``repr``."""
+    def observer(self) -> Observer | None:
+        """An object that is notified, if set."""
         return self.runtime.executor.observer
 
     @observer.setter
-    def observer(self, observer: Any) -> None:
+    def observer(self, observer: Observer | None) -> None:
         self.runtime.executor.observer = observer
 
     @property
