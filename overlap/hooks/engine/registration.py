@@ -189,7 +189,7 @@ class Registration:
 
     @property
     def observer(self) -> Observer | None:
-        """An object that is notified, if set."""
+        """Is notified of what happens to buckets, if set; see ``Observer`` in ``engine/executors.py``."""
         return self.runtime.executor.observer
 
     @observer.setter
