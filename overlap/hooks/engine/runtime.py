@@ -275,24 +275,21 @@ class Runtime:
         return future
 
     def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
-        names = self.context.names
+        """Refuses parameters that had other strides when DDP laid out its buckets."""
+        names, refusal = self.context.names, None
         fqns = None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters)
-        refusals = map(self._refusal, parameters, fqns or [None] * len(parameters))
-        known = _KnownBucket(tuple(parameters), strides, fqns, next(filter(None, refusals), None))
-        self._known[index] = known
+        for place, (parameter, now) in enumerate(zip(parameters, strides, strict=True)):
+            before = self._strides.setdefault(id(parameter), now)
+            axes = zip(parameter.shape, before, now, strict=True)
+            # The stride of a dimension of one element does not matter.
+            if any(length != 1 and one != other for length, one, other in axes):
+                refusal = refusal or (
+                    f"{_by_shape(parameter) if fqns is None else fqns[place]} has strides {now}, but had {before} when "
+                    "the model was registered, and DistributedDataParallel still lays out its gradient in that way: "
+                    "after model.to(memory_format=...) build DistributedDataParallel anew and register again"
+                )
+        known = self._known[index] = _KnownBucket(tuple(parameters), strides, fqns, refusal)
         return known
-
-    def _refusal(self, parameter: Tensor, name: str | None) -> str | None:
-        """The error where ``parameter`` had other strides when DDP laid out its buckets."""
-        before, now = self._strides.setdefault(id(parameter), parameter.stride()), parameter.stride()
-        # The stride of a dimension of one element does not matter.
-        if all(length == 1 or one == other for length, one, other in zip(parameter.shape, before, now, strict=True)):
-            return None
-        return (
-            f"{name or _by_shape(parameter)} has strides {now}, but had {before} when the model was registered, and "
-            "DistributedDataParallel still lays out its gradient in that way: after model.to(memory_format=...) build "
-            "DistributedDataParallel anew and register again"
-        )
 
     def background(
         self, items: Sequence[T], work: Callable[[T], Coroutine[Operation, Any, None]]
