@@ -40,8 +40,7 @@ from overlap import (
 from overlap._checks import check_device
 from overlap._torch.c10d import backend_name
 from overlap.errors import UnsupportedError
-from overlap.hooks.engine import registration
-from overlap.hooks.engine.executors import limit_replaced
+from overlap.hooks.engine import executors, registration
 
 PACKAGE = Path(overlap.__file__).parent
 FACTORIES = {
@@ -124,7 +123,7 @@ def _train(make: Callable[[], Callable[[Any], Any]], default: str, rank: int, *,
     batches = [torch.randn(4, 16, generator=torch.Generator().manual_seed(9 * place + rank)) for place in range(4)]
     torch.set_default_device(default)
     try:
-        with limit_replaced(2**20) if inline else nullcontext():
+        with mock.patch.object(executors, "SMALL_BYTES", 2**20) if inline else nullcontext():
             optimizer = make()(ddp)
             # Uneven: rank 0 has a batch less.
             with Join([ddp, optimizer]) as join:

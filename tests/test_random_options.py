@@ -99,7 +99,6 @@ MADE: dict[str, tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]] = {
     ),
     "ClipGradNorm": (overlap.ClipGradNorm, lambda of: {"max_norm": 1.0}),
     "Log": (overlap.Log, lambda of: {"to": lambda step, norms: None}),
-    "by_ndim": (hooks.by_ndim, lambda of: {}),
     "route": (overlap.route, lambda of: {"rules": {"*": overlap.AllReduce()}}),
     "as_stage": (hooks.as_stage, lambda of: {"hook": overlap.allreduce_hook}),
     "register": (overlap.register, lambda of: {"ddp": of.ddp, "stage": overlap.AllReduce()}),

@@ -79,11 +79,6 @@ IN_A_CHAIN: dict[str, tuple[Call, str]] = {
     "a sharded optimizer": (lambda of: of.zero, r"write chain\(ZeroStep\(zero\)\)"),
     "a stage's class": (lambda of: Step, r"Step is not a stage: it is a class; write Step\(\.\.\.\)"),
     "a wire": (lambda of: Int8(), r"Int8\(\) is not a stage: write Quantize\(Int8\(\)\)"),
-    "a clip of the norm": (
-        lambda of: torch.nn.utils.clip_grad_norm_,
-        r"clip_grad_norm_ is not a stage: write ClipGradNorm\(max_norm\)",
-    ),
-    "a clip of values": (lambda of: torch.nn.utils.clip_grad_value_, r"bucket\.buffer\.clamp_\(-value, value\)"),
     "a module": (lambda of: of.model, "Sequential is not a stage: a stage is"),
     "a list": (
         lambda of: [AllReduce()],
@@ -161,8 +156,8 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     "Join, samples by name": (lambda of: Join([of.ddp], weight_by_samples="x"), "weight_by_samples is True, False, or"),
     "Step, the sharded optimizer": (lambda of: Step(of.zero), r"use ZeroStep\(zero\)"),
     "ZeroStep, a plain optimizer": (lambda of: ZeroStep(of.sgd), r"use chain\(AllReduce\(\), Step\(optimizer\)\)"),
-    "Cast, a name": (lambda of: Cast("torch.float16"), r"write Cast\(torch\.float16\)"),
-    "Cast, an integer": (lambda of: Cast("int8"), "a floating-point torch.dtype such as torch.bfloat16, got 'int8'"),
+    "Cast, a name": (lambda of: Cast("bf16"), "a floating-point torch.dtype such as torch.bfloat16, got 'bf16'"),
+    "Cast, a wire": (lambda of: Cast(Int8()), r"got Int8\(\); Quantize\(Int8\(\)\) sends a wire"),
     "PowerSGD, PyTorch's names": (
         lambda of: PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=10, use_error_feedback=True),
         r"write PowerSGD\(rank=4, start_step=10, error_feedback=True\), or .*powerSGD_hook with .*PowerSGDState\(None,",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-# Elements of each tensor.
-_SAMPLED = 16
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -48,12 +44,34 @@ def subtract_from_(targets: Sequence[Tensor], minuends: Sequence[Tensor]) -> Non
         torch._foreach_add_(list(targets), list(minuends))
 
 
-@torch.no_grad()
-def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Of the first values of each of ``tensors``, to compare between ranks; the host waits for their device, once."""
-    samples = [tensor.detach().flatten()[:_SAMPLED] for tensor in tensors]
-    real = [torch.view_as_real(sample).flatten() if sample.is_complex() else sample for sample in samples]
-    if not real:
-        return ""
-    values = torch.cat([sample.to(real[0].device, torch.float32) for sample in real]).cpu()
-    return f"{zlib.crc32(values.numpy().tobytes()):08x}"
+def all_finite(tensor: Tensor) -> Tensor:
+    """``tensor.isfinite().all()``, without the three copies of the tensor's shape that this takes; 0-dimensional."""
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    smallest, largest = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    return smallest.isfinite() & largest.isfinite()
+
+
+class LargestElements:
+    """The largest element of each gradient of a pass, taken as they come: not finite where the gradient is not."""
+
+    def __init__(self) -> None:
+        self._largest: list[Tensor] = []
+
+    def clear(self) -> None:
+        """A new pass begins."""
+        self._largest.clear()
+
+    def look(self, gradients: Sequence[Tensor]) -> None:
+        """Take note of ``gradients``."""
+        present = [gradient for gradient in gradients if gradient.numel()]
+        if present:
+            # What float64 holds may be infinite as float32.
+            each = norms(present, float("inf"))
+            self._largest.extend(norm if norm.dtype == torch.float64 else norm.float() for norm in each)
+
+    def found_inf(self, device: torch.device) -> Tensor:
+        """1.0 if a gradient that was noted has an element that is not finite, else 0.0; 0-dimensional."""
+        if not self._largest:
+            return torch.zeros((), device=device)
+        return (~torch.isfinite(torch.stack(self._largest))).any().float()

@@ -21,7 +21,7 @@ from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_loca
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
 from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction
-from overlap.hooks.route import by_ndim, route
+from overlap.hooks.route import route
 from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.torch_names import (
     allgather_then_aggregate_hook,
@@ -79,7 +79,6 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "broadcast",
-    "by_ndim",
     "chain",
     "fp16_compress_hook",
     "fp16_compress_wrapper",

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap._checks import described, told
 from overlap._torch import classes
-from overlap._torch.autograd import in_backward, in_end_of_backward
+from overlap._torch.autograd import in_end_of_backward
 from overlap._torch.c10d import GradBucket, is_future
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
@@ -142,25 +142,13 @@ def _takes_a_bucket(thing: object) -> bool:
     return len([p for p in positional if p.default is p.empty]) == 1 and not is_variadic
 
 
-_CLIPS = {
-    nn.utils.clip_grad_norm_: "write ClipGradNorm(max_norm)",
-    nn.utils.clip_grad_value_: "write a function, def clip_value(bucket): bucket.buffer.clamp_(-value, value)",
-}
-
-
-def _unbound(thing: object) -> Any:
-    """The function that ``thing`` is, perhaps with some arguments given already by ``functools.partial``."""
-    function = getattr(thing, "func", thing)
-    return function if inspect.isfunction(function) else None
-
-
 def _is_optimizer(thing: object) -> bool:
     return isinstance(getattr(thing, "__self__", thing), Optimizer)  # Its step() is often given, too.
 
 
 def _is_never_a_hook(thing: object) -> bool:
     """Whether ``thing`` can be called with two arguments and is yet known to be something else."""
-    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or _unbound(thing) in _CLIPS
+    return isinstance(thing, nn.Module | type) or _is_optimizer(thing)
 
 
 def _remedy(thing: Any) -> str:
@@ -175,8 +163,6 @@ def _remedy(thing: Any) -> str:
         return "write chain(AllReduce(), Step(optimizer))"
     if isinstance(thing, list | tuple):
         return "give stages one by one, as in chain(*stages)"
-    if _unbound(thing) in _CLIPS:
-        return _CLIPS[_unbound(thing)]
     return (
         "a stage is an overlap.Stage or a function of one bucket; a DDP communication hook becomes one with "
         "overlap.hooks.as_stage(hook, state)"
@@ -211,22 +197,18 @@ class _FunctionStage(Stage):
 class HookStage(Stage):
     """A communication hook as a reducer.
 
-    The hook is called where DDP would call it, on autograd's thread when its bucket arrives, and runs its collectives
-    on the group that it chooses. A hook that launches collectives from callbacks remains at risk on Gloo, as in DDP.
+    The hook runs its collectives on the group that it chooses, which may be the model's own. So all of the chain runs
+    on autograd's thread, where DDP would call the hook. One that launches collectives from callbacks remains at risk on
+    Gloo, as in DDP.
     """
 
     def __init__(self, hook: CommHook, state: Any) -> None:
         self.hook = hook, state
         """The hook and its state."""
 
-    starts_on_autograd_thread = True
+    runs_inline = True
 
     async def __call__(self, bucket: Bucket) -> None:
-        if not (in_backward() or bucket.is_replay):
-            raise ConfigurationError(
-                f"{self!r} must be called where DDP calls hooks, when its bucket arrives, but a transform before it "
-                "awaits something first: put that transform after the hook"
-            )
         hook, state = self.hook
         future = hook(state, bucket.raw if bucket.raw is not None else _RawBucket(bucket))  # type: ignore[arg-type]
         if not is_future(future):
@@ -278,7 +260,7 @@ class _RawBucket:
 def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup | None = None) -> StageHook:
     """``stage`` as a hook ``(state, bucket) -> Future[Tensor]`` for code that calls ``ddp.register_comm_hook``.
 
-    The hook ignores its state. A stage with memory serves one model: give each model its own hook.
+    The hook ignores its state. A stage with memory serves one model.
 
     Args:
         stage: a reducer, or a chain with one.
@@ -299,7 +281,8 @@ class StageHook:
     ``build`` makes the stage of a model from the hook's state, when the model's first bucket arrives; collectives then
     run on ``group_of(state)``, the default process group where that is ``None``. Registered this way, a stage does not
     know the model's own process group or the names of parameters, and it is not called before the forward, so gradients
-    are not cleared for the user. :func:`overlap.register` does all of that.
+    are not cleared for the user. :func:`overlap.register` does all of that. A global of ``module`` is pickled by its
+    name.
 
     >>> isinstance(allreduce_hook, StageHook)
     True
@@ -315,13 +298,12 @@ class StageHook:
         group_of: Callable[[Any], dist.ProcessGroup | None] = lambda state: None,
         doc: str | None = None,
         module: str | None = None,
-        pickled_as: tuple[Any, ...] | None = None,
     ) -> None:
         # The prefix: DDP refuses PyTorch's bf16 hooks on Gloo by their bare names.
         self.__name__ = self.__qualname__ = f"overlap.{name}"
         self.__doc__ = doc or StageHook.__doc__
-        self._pickled_as = pickled_as if module is None else name
-        if module is not None:  # The hook is a global of it, and pickled by its name.
+        self._is_global = module is not None
+        if module is not None:
             self.__module__ = module
         self._name = name
         self._build = build
@@ -361,7 +343,7 @@ class StageHook:
     def __repr__(self) -> str:
         return f"<hook {self._name}>"
 
-    def __reduce__(self) -> Any:
-        if self._pickled_as is None:
+    def __reduce__(self) -> str:
+        if not self._is_global:
             raise TypeError(f"{self!r} cannot be pickled: it belongs to one model; make it where it is registered")
-        return self._pickled_as
+        return self._name

@@ -28,15 +28,15 @@ class Chain(Stage):
     """
 
     def __init__(self, *stages: Stage) -> None:
-        self.stages = self.children = stages
+        self.children = stages
         self.role = max(stage.role for stage in stages)
 
     @property
     def sequence(self) -> tuple[Stage, ...]:
-        return self.stages
+        return self.children
 
     async def __call__(self, bucket: Bucket) -> None:
-        for stage in self.stages:
+        for stage in self.children:
             try:
                 await stage(bucket)
             except Exception as error:
@@ -50,7 +50,7 @@ class Chain(Stage):
         return register(ddp, self)
 
     def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self.stages))})"
+        return f"chain({', '.join(map(repr, self.children))})"
 
 
 def chain(*stages: Stage | Callable[..., Any]) -> Chain:
@@ -76,7 +76,7 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
     """
     flat: list[Stage] = []
     for stage in map(as_stage, stages):
-        flat.extend(stage.stages if isinstance(stage, Chain) else [stage])
+        flat.extend(stage.sequence)
     if not flat:
         raise ConfigurationError("chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))")
     flat = _with_reducer(flat)

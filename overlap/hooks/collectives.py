@@ -68,7 +68,7 @@ class Collective(Operation):
     """An operation on a process group, the model's own where ``group`` is ``None``.
 
     ``start`` launches it on a channel and returns its works, or ``tagged`` does so with a tag for messages; ``sent``
-    gives the bytes that a rank sends, for a number of ranks; ``then`` is called when all works are done.
+    gives the bytes that a rank sends, for a number of ranks.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class Collective(Operation):
         start: Callable[[Channel], Sequence[dist.Work]] | None = None,
         *,
         sent: Callable[[int], float],
-        then: Callable[[], None] | None = None,
         tagged: Callable[[Channel, int], Sequence[dist.Work]] | None = None,
     ) -> None:
         self.label = label
@@ -86,7 +85,6 @@ class Collective(Operation):
         self._start = start
         self._tagged = tagged
         self._sent = sent
-        self._then = then
         self._channel: Channel | None = None
         self._works: Sequence[dist.Work] = ()
 
@@ -107,12 +105,8 @@ class Collective(Operation):
     def finish(self, wait: Callable[[dist.Work], None]) -> None:
         for work in self._works:
             wait(work)
-        if self._then is not None:
-            self._then()
 
-    def abandon(self, wait: Callable[[dist.Work], None]) -> None:
-        for work in self._works:
-            wait(work)
+    abandon = finish
 
     def when_done(self, callback: Callable[[], None]) -> None:
         for work in self._works:
@@ -252,7 +246,7 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
 
     ``output`` may be this rank's chunk of ``input``; otherwise ``input`` is not changed. Sends ``n (W-1)`` elements.
     Gloo's own reduce-scatter sends as much as an all-reduce. So on Gloo each rank sends each other rank that rank's
-    chunk and sums the received ones in the order of ranks, with ``n (W-1)`` elements of workspace.
+    chunk, and adds the received ones to its own in the order of ranks, with ``n (W-1)`` elements of workspace.
 
     >>> @reducer
     ... async def mean(bucket):
@@ -266,33 +260,22 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     <chain(mean) registered>
     >>> loss_fn(ddp(x), y).backward()
     """
-    parts: list[Tensor] = []
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         size, rank = channel.size(), channel.rank()
         _check_numel("reduce_scatter", input, output.numel() * size)
+        own, whole = _as_real(output), _as_real(input)
         if not channel.scatters_by_messages:
-            return channel.reduce_scatter(_as_real(output), _as_real(input))
-        chunks = input.view(size, -1)
-        parts.extend(chunks[rank] if peer == rank else torch.empty_like(chunks[rank]) for peer in range(size))
+            return channel.reduce_scatter(own, whole)
+        chunks = whole.view(size, -1)
+        if own.data_ptr() != chunks[rank].data_ptr():
+            own.view(-1).copy_(chunks[rank])
         # Each rank starts with the next one, so that not all send to the same rank at once.
         peers = [(rank + distance) % size for distance in range(1, size)]
-        sends, receives = ([(of_rank[peer], peer) for peer in peers] for of_rank in (chunks, parts))
-        return channel.send_recv(_all_as_real(sends), _all_as_real(receives), tag)
-
-    def add_up() -> None:
-        if not parts:
-            return
-        if len(parts) == 2:
-            torch.add(parts[0], parts[1], out=output.view_as(parts[0]))
-            return
-        total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-        for part in parts[2:]:
-            total.add_(part)
-        output.copy_(total.view_as(output))
+        return channel.add_messages([(chunks[peer], peer) for peer in peers], [[own.view(-1)]], tag)
 
     sent = output.nbytes
-    return Collective("reduce_scatter", group, tagged=start, sent=lambda size: sent * (size - 1), then=add_up)
+    return Collective("reduce_scatter", group, tagged=start, sent=lambda size: sent * (size - 1))
 
 
 def future_result(future: torch.futures.Future[Any]) -> Operation:

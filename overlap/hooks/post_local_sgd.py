@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from overlap._checks import check_flag, check_group, check_whole_number, described, told
 from overlap._torch import classes
-from overlap._torch.c10d import GradBucket, group_timeout
+from overlap._torch.c10d import GradBucket, group_timeout, priority_options
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook, as_stage
 from overlap.hooks.bucket import Bucket, on_group
@@ -254,6 +254,6 @@ def ranks_by_machine(group: dist.ProcessGroup) -> list[list[int]]:
 def own_subgroup(members: list[list[int]], *, timeout: timedelta) -> dist.ProcessGroup:
     """The group of those ``members`` that this rank is one of; all ranks of the job make all of the groups together."""
     mine: dist.ProcessGroup | None
-    mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+    mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=priority_options(timeout))
     assert mine is not None, "every rank is in one of them"
     return mine

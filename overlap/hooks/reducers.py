@@ -13,7 +13,7 @@ from overlap.hooks.collectives import all_gather, all_reduce
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.wires import Wire
-from overlap.hooks.wires.numbers import CastWire, cast
+from overlap.hooks.wires.numbers import cast
 
 __all__ = ["AllGather", "AllReduce", "Cast", "NoReduction"]
 
@@ -77,22 +77,21 @@ class Cast(Stage):
     and 8 bits of precision. A bucket that is already in ``dtype`` is not copied.
 
     Args:
-        dtype: a real floating-point dtype, or :class:`Float16` or :class:`BFloat16` for theirs.
+        dtype: a real floating-point dtype.
         inner: the reducer, ``AllReduce()`` by default; may be another ``Cast``.
 
     Communication: that of ``inner``, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
 
     Raises:
-        ConfigurationError: ``dtype`` is not a real floating-point dtype nor a wire of one that rounds to nearest, or
-            ``inner`` is not a reducer.
+        ConfigurationError: ``dtype`` is not a real floating-point dtype, or ``inner`` is not a reducer.
         UnsupportedError: a bucket of complex gradients, in ``backward()``.
 
     >>> Cast(torch.bfloat16, AllReduce())
     Cast(bfloat16, AllReduce())
     """
 
-    def __init__(self, dtype: torch.dtype | Wire, inner: Stage | None = None) -> None:
-        self.dtype = _dtype(dtype)
+    def __init__(self, dtype: torch.dtype, inner: Stage | None = None) -> None:
+        self.dtype = _checked(dtype)
         self.inner = AllReduce() if inner is None else as_stage(inner)
         if self.inner.role is not Role.REDUCER:
             raise ConfigurationError(f"Cast wraps a reducer such as AllReduce(), got {self.inner!r}")
@@ -116,20 +115,10 @@ class Cast(Stage):
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"
 
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def _dtype(dtype: object) -> torch.dtype:
-    if isinstance(dtype, CastWire) and not dtype.is_stochastic:
-        return dtype.dtype
-    if isinstance(dtype, Wire):
-        raise ConfigurationError(
-            f"Cast sums in a floating-point dtype and rounds to nearest, got {dtype!r}: use Quantize({dtype!r}), which "
-            "sums in fp32"
-        )
-    named = getattr(torch, _SHORT.get(dtype, dtype).removeprefix("torch."), None) if isinstance(dtype, str) else None
-    if isinstance(named, torch.dtype) and named.is_floating_point:
-        raise ConfigurationError(f"Cast needs a torch.dtype, got {dtype!r}: write Cast({named})")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {told(dtype)}")
-    return dtype
+def _checked(dtype: object) -> torch.dtype:
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    remedy = f"; Quantize({dtype!r}) sends a wire" if isinstance(dtype, Wire) else ""
+    raise ConfigurationError(
+        f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {told(dtype)}{remedy}"
+    )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from overlap._checks import check_whole_number
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import HookStage, as_stage, shown
@@ -20,7 +18,7 @@ from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.segments import can_be_sent
 from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
 
-__all__ = ["Route", "Rule", "by_ndim", "route"]
+__all__ = ["Route", "Rule", "route"]
 
 _REST = "*"
 
@@ -37,9 +35,6 @@ class Route(StageOfOneModel):
         self.children = tuple(dict.fromkeys(self.rules.values()))
         self._reducer_of: dict[str, Stage] = {}
         """The reducer of each parameter, by name."""
-        self._expected: Counter[Stage] = Counter()
-        """How many parameters each reducer gets in a pass."""
-        self._seen: Counter[Stage] = Counter()
 
     def attach(self, context: StageContext) -> None:
         if context.names is None:
@@ -50,8 +45,6 @@ class Route(StageOfOneModel):
         reducer_of = self._assigned(context.names)
         super().attach(context)
         self._reducer_of = reducer_of
-        trained = (name for parameter, name in context.names.items() if parameter.requires_grad)
-        self._expected = Counter(reducer_of[name] for name in trained)
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """With the names of the parameters that ``child`` reduces."""
@@ -59,34 +52,18 @@ class Route(StageOfOneModel):
         names = {parameter: name for parameter, name in context.names.items() if self._reducer_of[name] is child}
         return replace(context, names=names)
 
-    def origin_in(self, context: StageContext) -> dict[str, list[str]]:
-        """The names of the parameters of each reducer that has state, by its position."""
-        return {
-            str(position): [name for name, one in self._reducer_of.items() if one is reducer]
-            for position, reducer in enumerate(self.children)
-            if reducer.state_dict()
-        }
+    def origin_in(self, context: StageContext) -> dict[str, int]:
+        """The position of each parameter's reducer, by name."""
+        return {name: self.children.index(reducer) for name, reducer in self._reducer_of.items()}
 
-    def check_origin(self, origin: Mapping[str, Sequence[str]], context: StageContext) -> None:
-        here = self._assigned(context.names or {})
-        for position, saved in origin.items():
-            reducer = self.children[int(position)]
-            own = {name for name, one in here.items() if one is reducer}
-            if other := sorted(own.symmetric_difference(saved)):
-                raise ConfigurationError(
-                    f"the state of {reducer!r} was saved with other rules or of another model: {other[0]} "
-                    f"{'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of the run that "
-                    "was saved"
-                )
-
-    def before_backward(self, *, is_replay: bool) -> None:
-        self._seen = Counter()
-
-    def after_backward(self, *, failed: bool) -> str | None:
-        if not failed and self._seen:
-            # Parameters that were frozen when DDP was made are in no bucket, and it alone knows which those are.
-            self._expected = self._seen
-        return None
+    def check_origin(self, origin: Mapping[str, int], context: StageContext) -> None:
+        here = {name: self.children.index(one) for name, one in self._assigned(context.names or {}).items()}
+        if other := [name for name in {**origin, **here} if origin.get(name) != here.get(name)]:
+            had = "had another reducer" if other[0] in origin else "was not one of its parameters"
+            raise ConfigurationError(
+                f"the state of {self!r} was saved with other rules or of another model: {other[0]} {had}; use the "
+                "rules of the run that was saved"
+            )
 
     async def __call__(self, bucket: Bucket) -> None:
         members: dict[Stage, list[int]] = {}
@@ -98,23 +75,17 @@ class Route(StageOfOneModel):
             if reducer not in members:
                 continue
             part, runs = (bucket, ()) if len(members) == 1 else _part_of(bucket, members[reducer])
-            await self._reduce(reducer, part)
+            try:
+                await reducer(part)
+            except Exception as error:
+                error.add_note(f"raised in stage {reducer!r}, {part.describe()}")
+                raise
+            for other in self.children:
+                if other is not reducer:
+                    for stage in walk(other):
+                        stage.note_result(part.buffer)
             if runs:
                 copy_all(runs, part.buffer.split([run.numel() for run in runs]))
-
-    async def _reduce(self, reducer: Stage, bucket: Bucket) -> None:
-        # Counted where the reducer begins: its other buckets of this pass have all begun before its last one.
-        self._seen[reducer] += len(bucket.parameters)
-        is_last = self._seen[reducer] == self._expected[reducer]
-        try:
-            await reducer(bucket if bucket.is_last == is_last else replace(bucket, is_last=is_last))
-        except Exception as error:
-            error.add_note(f"raised in stage {reducer!r}, {bucket.describe()}")
-            raise
-        for other in self.children:
-            if other is not reducer:
-                for stage in walk(other):
-                    stage.note_result(bucket.buffer)
 
     def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, Stage]:
         """The reducer of each parameter. Raises: ConfigurationError: one has none, or a rule has no parameter."""
@@ -160,12 +131,13 @@ class Route(StageOfOneModel):
 def route(rules: Mapping[Rule, Stage | Callable[..., Any]]) -> Route:
     """A reducer made of several, each for some of the parameters: the first rule that matches decides.
 
-    A rule is a pattern of fully qualified names, as in ``fnmatch``, or a function ``(name, parameter) -> bool`` such as
-    :func:`by_ndim` gives. ``*`` also stands for dots, and ``"*."`` at the front may stand for nothing, so
-    ``"*.embedding.weight"`` is also the ``embedding.weight`` of the model itself. Several rules may share one reducer.
+    A rule is a pattern of fully qualified names, as in ``fnmatch``, or a function ``(name, parameter) -> bool``. ``*``
+    also stands for dots, and ``"*."`` at the front may stand for nothing, so ``"*.embedding.weight"`` is also the
+    ``embedding.weight`` of the model itself. Several rules may share one reducer.
 
     A bucket whose parameters all have one reducer goes to it as it is. Others are split: each reducer gets a bucket of
-    its own parameters, in the order of the rules. Neighbouring parameters are reduced in place, others are packed.
+    its own parameters, in the order of the rules; ``is_last`` stays that of DDP's bucket. Neighbouring parameters are
+    reduced in place, others are packed.
 
     Args:
         rules: reducers by rule, the first that matches first; ``"*": AllReduce()`` takes all that is left.
@@ -219,29 +191,6 @@ def _check_reducer(rule: Rule, reducer: Stage) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class by_ndim:  # noqa: N801 (called as a function is)
-    """A rule of :func:`route`: parameters of ``least`` to ``most`` dimensions; of any number where ``most`` is None.
-
-    Raises:
-        ConfigurationError: ``least`` or ``most`` is not a whole number, or ``most`` is below ``least``.
-
-    >>> by_ndim(least=2)
-    by_ndim(least=2, most=None)
-    """
-
-    least: int = 0
-    most: int | None = None
-
-    def __post_init__(self) -> None:
-        check_whole_number("least", self.least, least=0)
-        if self.most is not None:
-            check_whole_number("most", self.most, least=self.least)
-
-    def __call__(self, name: str, parameter: Tensor) -> bool:
-        return self.least <= parameter.ndim and (self.most is None or parameter.ndim <= self.most)
-
-
 def _matches(rule: Rule, name: str, parameter: Tensor) -> bool:
     """Whether ``rule`` means the parameter of this name."""
     if not isinstance(rule, str):
@@ -251,7 +200,7 @@ def _matches(rule: Rule, name: str, parameter: Tensor) -> bool:
 
 def _shown_rule(rule: Rule) -> str:
     """The same text on every rank."""
-    if isinstance(rule, str | by_ndim):
+    if isinstance(rule, str):
         return repr(rule)
     name: str = getattr(rule, "__name__", None) or type(rule).__name__
     return name

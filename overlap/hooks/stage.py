@@ -96,9 +96,10 @@ class StageContext:
     ``arrived(bucket)`` on the thread of backward, which returns the bucket that stages are given, and after the last
     of which DDP may use the memory of all; ``through(bucket)`` where stages run, when its last stage is done; and
     ``over(failed=)`` on the training thread, when DDP has set ``.grad`` and before stages are notified."""
-    background: Callable[..., None] | None = None
-    """``background(items, work, on_failure=...)`` runs ``work`` on each of ``items`` outside of a backward pass, on the
-    same connections and after all work begun before; never ``None`` in :meth:`Stage.attach`."""
+    background: Callable[..., dict[Any, Any]] | None = None
+    """``background(items, work)`` runs ``work`` on each of ``items`` outside of a backward pass, on the same
+    connections and after all work begun before, and returns the ``Completion`` of each; never ``None`` in
+    :meth:`Stage.attach`."""
 
 
 class Stage(ABC):
@@ -126,11 +127,13 @@ class Stage(ABC):
 
     children: tuple[Stage, ...] = ()
     """The stages that this one is made of."""
+    runs_inline: bool = False
+    """Whether a chain with it runs on autograd's thread, where DDP calls hooks, and on no worker's."""
 
     # Called by the engine. The defaults fit most stages.
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:  # noqa: B027
-        """Called before :meth:`attach`, with the stages of the chain around this one; raise to refuse the order."""
+        """Called before :meth:`attach`, with the stages around this one; raise to refuse the order."""
 
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered; raise to refuse a model."""
@@ -217,11 +220,6 @@ class Stage(ABC):
     def reduces(self) -> bool:
         """Whether it starts from this rank's own gradients, as reducers and ``ZeroStep`` do."""
         return self.role is Role.REDUCER
-
-    @property
-    def starts_on_autograd_thread(self) -> bool:
-        """Whether the code before the first ``await`` must run where DDP calls hooks, when the bucket arrives."""
-        return any(child.starts_on_autograd_thread for child in self.children)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

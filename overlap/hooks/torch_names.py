@@ -112,7 +112,7 @@ def fp16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
     >>> registration = overlap.register(ddp, fp16_compress_wrapper(powerSGD_hook), state)
     >>> loss_fn(ddp(x), y).backward()
     """
-    return _cast_hook(hook, torch.float16, fp16_compress_wrapper)
+    return _cast_hook(hook, torch.float16, "fp16_compress_wrapper")
 
 
 def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
@@ -122,18 +122,13 @@ def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
     >>> registration = overlap.register(ddp, bf16_compress_wrapper(powerSGD_hook), state)
     >>> loss_fn(ddp(x), y).backward()
     """
-    return _cast_hook(hook, torch.bfloat16, bf16_compress_wrapper)
+    return _cast_hook(hook, torch.bfloat16, "bf16_compress_wrapper")
 
 
-def _cast_hook(hook: CommHook | Callable[..., Any], dtype: torch.dtype, wrapper: Callable[..., StageHook]) -> StageHook:
+def _cast_hook(hook: CommHook | Callable[..., Any], dtype: torch.dtype, wrapper: str) -> StageHook:
     check_hook(hook)
-
-    def build(state: Any) -> Stage:
-        return Cast(dtype, as_stage(hook, state))
-
     return StageHook(
-        build,
-        f"{wrapper.__name__}({hook_name(hook)})",
+        lambda state: Cast(dtype, as_stage(hook, state)),
+        f"{wrapper}({hook_name(hook)})",
         group_of=hook.group_of if isinstance(hook, StageHook) else lambda state: None,
-        pickled_as=(wrapper, (hook,)),
     )

@@ -337,7 +337,7 @@ def stage_of(ddp: DistributedDataParallel) -> Stage | None:
 def note_loaded(ddp: DistributedDataParallel) -> None:
     """Not only the model was loaded, but its stages, too: nothing to warn of."""
     if (registration := registration_of(ddp)) is not None:
-        registration.loads.on_stages_loaded()
+        registration.hooks.is_model_loaded = False
 
 
 def _check_hook(hook: object, state: object) -> None:

@@ -28,8 +28,8 @@ from overlap._torch.optimizer import only_watches
 from overlap.errors import RegistrationError, TrainingLoopError
 from overlap.hooks import AllReduce, Bucket, Chain, Registration, Role, Stage, chain
 from overlap.hooks.collectives import Operation, WholePass
-from overlap.hooks.engine.background import BETWEEN_PASSES, Subject
 from overlap.hooks.engine.registration import registration_of
+from overlap.hooks.engine.wavefront import BETWEEN_PASSES, Subject
 from overlap.hooks.stage import walk
 from overlap.ranks.collectives import of_all_ranks
 from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, save_reports
@@ -412,7 +412,7 @@ def _roles_of(root: Stage) -> dict[str, Role]:
     """The role of each stage, by the label that it runs under."""
     roles = {repr(stage): stage.role for stage in walk(root)}
     if isinstance(root, Chain):
-        roles[repr(root)] = root.stages[0].role  # Its own code only calls the first stage.
+        roles[repr(root)] = root.sequence[0].role  # Its own code only calls the first stage.
     return roles
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from bucket_functions import centralize, clip_value, scale
 from overlap import (
     AllReduce,
-    BFloat16,
     Bucket,
     Cast,
     ClipGradNorm,
@@ -213,7 +212,7 @@ SENTENCES: dict[str, Sentence] = {
     "one sharded, one not": Sentence(build=_mixed, by_hand=_nothing, plain=_two),
     # Rounded.
     "everything around 16 bits": Sentence(
-        build=_with(lambda: scale(2.0), lambda: Cast(BFloat16()), lambda: scale(0.5), lambda: centralize, _Noise)
+        build=_with(lambda: scale(2.0), lambda: Cast(torch.bfloat16), lambda: scale(0.5), lambda: centralize, _Noise)
     ),
     "routed to factors": Sentence(build=_with(_routed(ROUTES), lambda: ClipGradNorm(1.0))),
     "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES), gather_wire=Int8())),

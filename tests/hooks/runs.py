@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness import Record, run_ranks, train, wrap
+from harness import Record, train, wrap
 from harness.models import MLP, Case
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -21,16 +21,6 @@ def run(rank: int, attach: Attach, case: Case = MLP, *, steps: int = 5, **option
     ddp = wrap(case.model(), **{**case.ddp_options(), **options})
     attach(ddp)
     return train(ddp, SGD(ddp.parameters()), case.batches(rank, steps=steps), gradients=True)
-
-
-def trained(*attach: Attach, case: Case = MLP, world_size: int = 2) -> list[list[list[Record]]]:
-    """The records of one training for each of `attach`, by rank."""
-    by_rank = run_ranks(_runs, world_size, attach, case)
-    return [list(records) for records in zip(*by_rank, strict=True)]
-
-
-def _runs(rank: int, world_size: int, attach: tuple[Attach, ...], case: Case) -> list[list[Record]]:
-    return [run(rank, each, case) for each in attach]
 
 
 def plain(ddp: Any) -> None:

@@ -12,17 +12,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import overlap
-from harness import Record, assert_parity, run_ranks, train, wrap
+from harness import assert_parity, run_ranks, train, wrap
 from harness.models import MLP
-from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, as_hook, as_stage, chain, register
+from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, as_hook, as_stage, chain
 
-from .runs import SGD, plain, run, to_ddp, trained
-
-
-@pytest.fixture(scope="module")
-def reference() -> list[list[Record]]:
-    (records,) = trained(plain)
-    return records
+from .runs import SGD, Attach, plain, run, to_ddp
 
 
 class _CallableHook:
@@ -34,50 +28,37 @@ def _string_annotated(state: Any, bucket: dist.GradBucket) -> torch.futures.Futu
     return default_hooks.allreduce_hook(state, bucket)
 
 
-HOOKS: dict[str, Callable[..., Any]] = {
-    "a function with string annotations": _string_annotated,
-    "a lambda with other names": lambda s, b: _string_annotated(s, bucket=b),
-    "a callable instance": _CallableHook(),
-    "a partial": functools.partial(default_hooks._compress_hook, torch.float32),
-    "varargs": lambda *arguments: _string_annotated(arguments[0], arguments[1]),
-}
-
-
-def _with_a_group(ddp: Any, hook: Any) -> None:
-    register(ddp, hook, dist.group.WORLD)
-
-
-def _chained(ddp: Any, hook: Any) -> None:
-    chain(hook).register(ddp)
-
-
-def test_any_callable_of_two_arguments_is_taken_as_a_hook(reference: list[list[Record]]) -> None:
-    ways = [functools.partial(_chained, hook=hook) for hook in HOOKS.values()]
-    ways.append(functools.partial(_with_a_group, hook=_string_annotated))
-    for kind, records in zip([*HOOKS, "with a group"], trained(*ways), strict=True):
-        assert_parity(records, reference, what=kind)
-
-
 @overlap.reducer
 async def _mean(bucket: overlap.Bucket) -> None:
     bucket.buffer.mul_(1 / bucket.divisor)
     await overlap.hooks.all_reduce(bucket.buffer, group=bucket.group)
 
 
-def test_an_async_function_is_taken_as_a_stage(reference: list[list[Record]]) -> None:
-    (records,) = trained(functools.partial(register, stage=_mean))
-    assert_parity(records, reference, what="a function")
+TAKEN: dict[str, Callable[..., Any]] = {
+    "a function with string annotations": _string_annotated,
+    "a lambda with other names": lambda s, b: _string_annotated(s, bucket=b),
+    "a callable instance": _CallableHook(),
+    "a partial": functools.partial(default_hooks._compress_hook, torch.float32),
+    "varargs": lambda *arguments: _string_annotated(arguments[0], arguments[1]),
+    "an async function of a bucket": _mean,
+}
 
 
-def _two_models_with_one_hook(rank: int, world_size: int) -> list[list[Record]]:
-    hook = as_hook(chain(AllReduce()))
-    return [run(rank, functools.partial(to_ddp, hook=hook)) for _ in range(2)]
+def _taken(rank: int, world_size: int) -> None:
+    reference = run(rank, plain)
+    one_hook = as_hook(chain(AllReduce()))
+    ways: dict[str, Attach] = {
+        **{kind: chain(hook).register for kind, hook in TAKEN.items()},
+        "a hook with its state": lambda ddp: overlap.register(ddp, _string_annotated, dist.group.WORLD),
+        "a stage as a hook": lambda ddp: to_ddp(ddp, one_hook),
+        "the same hook for another model": lambda ddp: to_ddp(ddp, one_hook),
+    }
+    for kind, attach in ways.items():
+        assert_parity(run(rank, attach), reference, what=kind)
 
 
-def test_one_hook_made_of_a_stage_serves_several_models(reference: list[list[Record]]) -> None:
-    for records, expected in zip(run_ranks(_two_models_with_one_hook, 2), reference, strict=True):
-        assert_parity(records[0], expected, what="as_hook")
-        assert_parity(records[1], expected, what="as_hook again")
+def test_any_callable_of_two_arguments_is_taken_as_a_hook_and_one_of_a_bucket_as_a_stage() -> None:
+    run_ranks(_taken, 2)
 
 
 def _foreign_hook_then_step(rank: int, world_size: int) -> None:

@@ -12,45 +12,39 @@ from harness import UNKNOWN_BACKEND, Record, assert_parity, run_ranks
 from harness.models import DTYPES, MLP, TRANSFORMER
 from overlap import AllGather, AllReduce, Cast, NoReduction, chain, register
 
-from .runs import plain, run, to_ddp, trained
-
-Runs = list[list[Record]]
+from .runs import plain, run, to_ddp
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(world_size, case) for world_size in (2, 3, 4) for case in (MLP, DTYPES, TRANSFORMER)],
-    ids=lambda param: f"{param[0]} ranks, {param[1]}",
-)
-def means(request: pytest.FixtureRequest) -> tuple[int, Runs, Runs, Runs]:
-    """The world's size, and runs with DDP's own reduction, `AllReduce` and `AllGather`."""
-    world_size, case = request.param
-    runs = trained(plain, chain(AllReduce()).register, chain(AllGather()).register, case=case, world_size=world_size)
-    return world_size, *runs
+def _gradients(records: list[Record]) -> list[dict[str, torch.Tensor]]:
+    return [record.gradients for record in records]
 
 
-def test_all_reduce_equals_plain_ddp_bit_for_bit(means: tuple[int, Runs, Runs, Runs]) -> None:
-    _, reference, all_reduced, _ = means
-    assert_parity(all_reduced, reference, what="AllReduce")
+def _means(rank: int, world_size: int) -> None:
+    for case in (MLP, DTYPES, TRANSFORMER):
+        reference = run(rank, plain, case)
+        assert_parity(run(rank, chain(AllReduce()).register, case), reference, what=f"AllReduce, {case}")
+        gathered = run(rank, chain(AllGather()).register, case)
+        if world_size == 2:
+            assert_parity(gathered, reference, what=f"AllGather, {case}")
+            continue
+        assert_parity(
+            _gradients(gathered),
+            _gradients(reference),
+            what=f"AllGather, {case}",
+            exact=False,
+            rtol=0.02,  # One part in 256 for a bfloat16 gradient, and what five steps make of it.
+            atol=1e-3,
+            reason="sums over ranks are taken in another order than the all-reduce's",
+        )
 
 
-def test_all_gather_equals_plain_ddp_but_for_the_order_of_summation(means: tuple[int, Runs, Runs, Runs]) -> None:
-    world_size, reference, _, gathered = means
-    if world_size == 2:
-        assert_parity(gathered, reference, what="AllGather")
-        return
-    assert_parity(
-        [[record.gradients for record in records] for records in gathered],
-        [[record.gradients for record in records] for records in reference],
-        what="AllGather",
-        exact=False,
-        rtol=0.02,  # One part in 256 for a bfloat16 gradient, and what five steps make of it.
-        atol=1e-3,
-        reason="sums over ranks are taken in another order than the all-reduce's",
-    )
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_reduce_equals_plain_ddp_bit_for_bit_and_all_gather_but_for_the_order(world_size: int) -> None:
+    run_ranks(_means, world_size)
 
 
-def _no_reduction(rank: int, world_size: int) -> None:
+def _no_reduction(rank: int) -> None:
+    """Each rank keeps its own gradient."""
     reference = MLP.model()
     nn.functional.mse_loss(reference(*MLP.batch(0, rank).inputs), MLP.batch(0, rank).target).backward()
     own = {name: p.grad for name, p in reference.named_parameters()}
@@ -59,28 +53,29 @@ def _no_reduction(rank: int, world_size: int) -> None:
         assert_parity(record.gradients, own, what="each rank's own gradient")
 
 
-def test_no_reduction_leaves_each_rank_its_own_gradient() -> None:
-    run_ranks(_no_reduction, 2)
-
-
-def test_a_cast_to_bfloat16_rounds_and_stays_within_its_precision() -> None:
-    for ours, theirs in zip(*trained(chain(Cast(torch.bfloat16)).register, plain), strict=True):
-        assert_parity(
-            [record.parameters for record in ours],
-            [record.parameters for record in theirs],
-            what="bf16 gradients",
-            exact=False,
-            rtol=0.0,
-            atol=0.02,
-            reason="bfloat16 keeps 8 bits of each gradient",
-        )
-        assert not torch.equal(ours[-1].parameters["0.weight"], theirs[-1].parameters["0.weight"]), "it did round"
-
-
-def test_a_cast_to_float16_takes_gradients_of_every_dtype() -> None:
-    (by_rank,) = trained(chain(Cast(torch.float16)).register, case=DTYPES)
-    for record in (record for records in by_rank for record in records):
+def _casts(rank: int) -> None:
+    ours, theirs = run(rank, chain(Cast(torch.bfloat16)).register), run(rank, plain)
+    assert_parity(
+        [record.parameters for record in ours],
+        [record.parameters for record in theirs],
+        what="bf16 gradients",
+        exact=False,
+        rtol=0.0,
+        atol=0.02,
+        reason="bfloat16 keeps 8 bits of each gradient",
+    )
+    assert not torch.equal(ours[-1].parameters["0.weight"], theirs[-1].parameters["0.weight"]), "it did round"
+    for record in run(rank, chain(Cast(torch.float16)).register, DTYPES):
         assert all(torch.isfinite(gradient).all() for gradient in record.gradients.values())
+
+
+def _inexact(rank: int, world_size: int) -> None:
+    _no_reduction(rank)
+    _casts(rank)
+
+
+def test_a_cast_rounds_within_its_precision_and_no_reduction_does_nothing() -> None:
+    run_ranks(_inexact, 2)
 
 
 def _on_subgroups(rank: int, world_size: int) -> None:

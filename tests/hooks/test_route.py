@@ -31,7 +31,6 @@ from overlap import (
     register,
     route,
 )
-from overlap.hooks import by_ndim
 
 from .runs import SGD, Attach, plain, run
 
@@ -40,11 +39,15 @@ def _is_wide(name: str, parameter: Tensor) -> bool:
     return parameter.numel() > 16
 
 
+def _is_vector(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim <= 1
+
+
 # Two kinds in nearly every bucket: in runs, in several pieces, by name, by shape and by predicate.
 MEANS: dict[str, Any] = {
     "by name": lambda: {"*.bias": AllReduce(), "*": AllGather()},
-    "by shape": lambda: {by_ndim(least=2): AllReduce(), "*": AllReduce()},
-    "by predicate": lambda: {_is_wide: AllGather(), by_ndim(most=1): AllReduce(), "*": AllReduce()},
+    "by shape": lambda: {_is_vector: AllReduce(), "*": AllReduce()},
+    "by predicate": lambda: {_is_wide: AllGather(), _is_vector: AllReduce(), "*": AllReduce()},
 }
 
 
@@ -107,35 +110,6 @@ def test_a_bucket_is_split_without_copying_what_lies_in_one_run() -> None:
     run_ranks(_split, 2)
 
 
-class _Lasts(AllReduce):
-    def __init__(self) -> None:
-        self.lasts: list[tuple[int, int]] = []
-
-    async def __call__(self, bucket: Bucket) -> None:
-        if bucket.is_last:
-            self.lasts.append((bucket.step, bucket.index))
-        await super().__call__(bucket)
-
-
-def _last(rank: int, world_size: int) -> None:
-    model = MLP.model()
-    model[0].requires_grad_(False)
-    ddp = wrap(model)
-    early, late, rest = _Lasts(), _Lasts(), _Lasts()
-    # Gradients of the last layer come first.
-    register(ddp, route({"8.*": early, "2.*": late, "0.*": AllReduce(), "*": rest}))
-    for step in range(4):
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-    for stage in (early, late, rest):
-        assert [step for step, _ in stage.lasts] == [0, 1, 2, 3]
-    # With one bucket per parameter or so, the first kind is done when others have not begun.
-    assert early.lasts[-1][1] < rest.lasts[-1][1] < late.lasts[-1][1]
-
-
-def test_each_reducer_is_told_which_of_its_buckets_is_the_last() -> None:
-    run_ranks(_last, 2)
-
-
 @overlap.reducer
 async def _by_hand(bucket: Bucket) -> None:
     """Weights in 8 bits, packed into one tensor; the rest exact."""
@@ -165,7 +139,7 @@ def _compressed(rank: int, world_size: int) -> None:
     # PowerSGD reduces vectors exactly itself, and keeps its memory by name.
     for options in ({"rank": 1, "min_compression_rate": 1}, {"rank": 2, "alternate": True, "min_compression_rate": 1}):
         reference = run(rank, chain(PowerSGD(**options)).register, TRANSFORMER)
-        by_rule = chain(route({by_ndim(most=1): AllReduce(), "*": PowerSGD(**options)})).register
+        by_rule = chain(route({_is_vector: AllReduce(), "*": PowerSGD(**options)})).register
         assert_parity(run(rank, by_rule, TRANSFORMER), reference, what=f"PowerSGD({options})")
     feedback = functools.partial(Quantize, Int4(), error_feedback=True)
     assert_parity(
@@ -273,7 +247,7 @@ def _state(rank: int, world_size: int) -> None:
     state = overlap.state_dict(ddp)
     assert set(state["stages"]["state"]) == {"0", "origin"}
     moved, _ = made("*[02].weight")
-    with pytest.raises(ConfigurationError, match=r"4.weight was one of its parameters; use the rules of the run"):
+    with pytest.raises(ConfigurationError, match=r"4.weight had another reducer; use the rules of the run"):
         overlap.load_state_dict(moved, None, state)
     early = route({"*.bias": Quantize(Int4(), error_feedback=True), "*": AllReduce()})
     early.load_state_dict(stage.state_dict())

@@ -48,7 +48,7 @@ FORMS: dict[str, Callable[[], Stage]] = {
     "Quantize": lambda: overlap.Quantize(overlap.Int8(), error_feedback=True),
     "PowerSGD": lambda: overlap.PowerSGD(rank=1),
     "PowerSGD alternate": lambda: overlap.PowerSGD(rank=1, alternate=True, wire=overlap.Int8()),
-    "route": lambda: overlap.route({overlap.by_ndim(least=2): overlap.PowerSGD(rank=2), "*": overlap.AllReduce()}),
+    "route": lambda: overlap.route({"*.weight": overlap.PowerSGD(rank=2), "*": overlap.AllReduce()}),
     "transforms": lambda: overlap.chain(overlap.AllReduce(), overlap.ClipGradNorm(0.1), overlap.SkipNonFinite()),
     "accumulated": overlap.AllReduce,
     "without Step": lambda: overlap.PowerSGD(rank=1),

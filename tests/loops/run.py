@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap.hooks.engine.executors import limit_replaced
+from overlap.hooks.engine import executors
 
 if TYPE_CHECKING:
     from .corpus import Loop
@@ -181,7 +182,7 @@ def play(loop: Loop, form: Form) -> list[Record]:
     """Plays ``loop`` with ``form`` from fixed seeds, and returns what there was at every yield and at the end."""
     torch.manual_seed(0)
     run = Run(loop, form)
-    with limit_replaced(_SMALL_BYTES) if form.is_inline else nullcontext():
+    with mock.patch.object(executors, "SMALL_BYTES", _SMALL_BYTES) if form.is_inline else nullcontext():
         ddp = run.wrap(loop.model())
         optimizer = run.optimizer(ddp)
         torch.manual_seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
-from overlap.hooks.engine.executors import limit_replaced, runs_inline
+from overlap.hooks.engine import executors
+from overlap.hooks.engine.executors import runs_inline
 from overlap.hooks.engine.registration import registration_of
 
 INLINE = {"OVERLAP_SMALL_MODEL_BYTES": str(2**20)}
@@ -43,7 +45,7 @@ def _model(*widths: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
 
 
 def _which(rank: int, world_size: int) -> None:
-    with limit_replaced(0):
+    with mock.patch.object(executors, "SMALL_BYTES", 0):
         assert not runs_inline(_model(4))
     assert runs_inline(_model(256, 256))
     assert not runs_inline(_model(512, 512))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import overlap
 from overlap import Int8, Join, PeerError, auto_quantize
 
 from .model import batch
@@ -90,14 +88,6 @@ def quantizes(game: Game) -> None:
             parameter.data.add_(one, alpha=0.1)
 
 
-def accumulates(game: Game) -> None:
-    for _ in range(_STEPS - 1):
-        with game.ddp.no_sync():
-            game.loss().backward()
-        game.loss().backward()
-        game.update()
-
-
 def overflows(game: Game) -> None:
     """With `GradScaler`; the second loss is infinite on one rank, and the step is left out on both."""
     scaler = torch.amp.GradScaler(game.batches[0][0].device.type, init_scale=2.0**4)
@@ -136,16 +126,4 @@ def fails_in_a_stage(game: Game) -> None:
         trains(game)
     for optimizer in game.optimizers:
         optimizer.zero_grad()
-    trains(game)
-
-
-def resumes(game: Game) -> None:
-    """State is saved and loaded in the middle."""
-    trains(game)
-    if not game.is_plain:
-        (optimizer,) = game.optimizers
-        file = io.BytesIO()
-        torch.save(overlap.state_dict(game.ddp, optimizer), file)
-        file.seek(0)
-        overlap.load_state_dict(game.ddp, optimizer, torch.load(file, weights_only=True))
     trains(game)

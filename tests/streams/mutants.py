@@ -81,9 +81,9 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.executors:StreamExecutor.begin", _BEGIN, "all-reduce, interleaved"
     ),
     "what is begun between passes waits for nothing": Mutant(
-        f"{_ENGINE}.executors:StreamExecutor.submit",
+        f"{_ENGINE}.executors:Executor.submit",
         "self.begin()",
-        "self._stream or self.begin()",
+        "getattr(self, '_stream', None) or self.begin()",
         "sharded, deferred, in the next forward",
     ),
     "nobody waits for what is run at once": _without(f"{_ENGINE}.executors:StreamExecutor.join", _JOIN, "local"),
@@ -94,10 +94,10 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.wavefront:BackwardPass.fail", "self.executor.join()", "fails in a stage"
     ),
     "a collective is not waited for": _without(
-        f"{_ENGINE}.executors:StreamExecutor.wait", "work.wait()", "all-reduce, interleaved"
+        f"{_ENGINE}.executors:Executor.wait", "work.wait()", "all-reduce, interleaved"
     ),
     "DDP's future has no device": Mutant(
-        f"{_ENGINE}.executors:StreamExecutor.new_future",
+        f"{_ENGINE}.executors:Executor.new_future",
         "future_for(self._device)",
         "__import__('torch').futures.Future()",
         "all-reduce, no update",
@@ -107,10 +107,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Gathers that ride into the next forward, averages that ride beside steps.
     "background work records no event": _without(
-        f"{_ENGINE}.background:Completion.set", "self._event = recorded_event(self._device)", _FORWARD
+        f"{_ENGINE}.wavefront:Completion.set", "self._event = recorded_event(self._device)", _FORWARD
     ),
     "nobody waits for background work": _without(
-        f"{_ENGINE}.background:Completion.wait",
+        f"{_ENGINE}.wavefront:Completion.wait",
         "current_stream(self._device).wait_event(self._event)",
         "local, overlapped",
     ),

@@ -1,9 +1,8 @@
-"""Plays scenarios under the detector, and mutants of the library in them; writes the page about both."""
+"""Plays scenarios under the detector, and mutants of the library in them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,9 +16,7 @@ from .model import wrapped
 from .mutants import MUTANTS, mutated
 from .scenarios import SCENARIOS, Scenario
 
-__all__ = ["PAGE", "Outcome", "find", "found_in_ranks", "page", "played"]
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reports" / "streams.md"
+__all__ = ["Outcome", "find", "found_in_ranks", "played"]
 
 
 @dataclass(frozen=True)
@@ -109,19 +106,3 @@ def _verdicts(rank: int, world_size: int) -> dict[str, str]:
         found[name] = find(name, rank)
         dist.barrier()
     return found
-
-
-# The page ------------------------------------------------------------------------------------------------------
-
-_BEGIN = "<!-- below: written by `python tests/streams` -->\n"
-
-
-def page() -> str:
-    """The page's text, with the tables of what is declared."""
-    lines = ["", f"{len(SCENARIOS)} scenarios, without a fault:", "", "| scenario | the host waits |", "| --- | --- |"]
-    for name, scenario in SCENARIOS.items():
-        lines.append(f"| {name} | {', '.join(f'`{place}`' for place in scenario.host_syncs) or 'nowhere'} |")
-    lines += ["", f"## Faults put in on purpose\n\n{len(MUTANTS)} mutants, all found:\n"]
-    lines += ["| fault | where | scenario | found as |", "| --- | --- | --- | --- |"]
-    lines += [f"| {name} | `{one.where}` | {one.scenario} | {one.found_as} |" for name, one in MUTANTS.items()]
-    return PAGE.read_text().partition(_BEGIN)[0] + _BEGIN + "\n".join(lines) + "\n"

@@ -32,7 +32,6 @@ from overlap import (
     route,
 )
 from overlap._torch.device import default_stream, on_stream
-from overlap.hooks import PostLocal, PostLocalSGDState
 
 from . import loops
 from .loops import Loop
@@ -122,13 +121,6 @@ def zero(*before: Make, cls: Any = torch.optim.AdamW, partition: str = "element"
     return build
 
 
-def zero_and_step(ddp: Any) -> list[Any]:
-    muon = ZeroRedundancyOptimizer(matrices(ddp), torch.optim.Muon, lr=0.02, overlap_with_ddp=True)
-    adamw = OverlappedOptimizer(ADAMW(rest(ddp)))
-    chain(ZeroStep(muon), Step(adamw)).register(ddp)
-    return [muon, adamw]
-
-
 def local_sgd(**options: Any) -> Build:
     def build(ddp: Any) -> list[Any]:
         sgd = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
@@ -149,10 +141,6 @@ def _four_bits() -> Quantize:
     return Quantize(Int4(), error_feedback=True)
 
 
-def _post_local() -> PostLocal:
-    return PostLocal(PostLocalSGDState(None, dist.new_group([dist.get_rank()], use_local_synchronization=True), 2))
-
-
 def _hook(state: Any, bucket: Any) -> Any:
     """As a user writes it."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -170,7 +158,6 @@ def _failing() -> Callable[[Any], None]:
 # Once, before the first average.
 _FIRST_ROUND = ("overlap/optim/local_sgd/outer.py:check_common",)
 _POLL = ("overlap/join/participation.py:result",)
-_SAVED = ("overlap/resume/state.py:_snapshot",)
 _WIRES: dict[str, Any] = {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True}
 _VIEWS = {"gradient_as_bucket_view": True}
 _UNUSED: dict[str, Any] = {"model": Unused, "ddp": {"find_unused_parameters": True}}
@@ -179,7 +166,6 @@ SCENARIOS: dict[str, Scenario] = {
     # Reducers. On a device factors are orthogonalized by another algorithm.
     "all-reduce, no update": Scenario(build=reduce(AllReduce), plain=adamw),
     "a hook, no update": Scenario(build=reduce(lambda: as_stage(_hook))),
-    "after local SGD, no update": Scenario(build=reduce(_post_local)),
     "all-reduce, interleaved": Scenario(build=step(AllReduce), plain=adamw),
     "4 bits, feedback, interleaved": Scenario(build=step(_four_bits)),
     "factors, interleaved": Scenario(build=step(_factors), as_on_host=False),
@@ -198,16 +184,13 @@ SCENARIOS: dict[str, Scenario] = {
     "sharded, in the next forward": Scenario(build=zero(gather="forward"), plain=adamw),
     "sharded, deferred, in the next forward": Scenario(build=zero(gather="forward", deferred=True), plain=adamw),
     "sharded, wires, in the next forward": Scenario(build=zero(gather="forward", **_WIRES)),
-    "one sharded, one not": Scenario(build=zero_and_step, plain=muon_and_adamw),
     # Transforms, and verdicts that the host does not read.
     "log, skip": Scenario(build=step(AllReduce, lambda: Log(lambda step, norms: None), SkipNonFinite), plain=adamw),
     "clip the norm, sharded": Scenario(build=zero(lambda: ClipGradNorm(0.1), gather="forward"), as_on_host=False),
-    "overflows": Scenario(build=step(AllReduce, deferred=True), loop=loops.overflows, plain=adamw),
     "overflows, sharded, clipped": Scenario(
         build=zero(clip_grad_norm=1e6, gather="forward"), loop=loops.overflows, plain=adamw
     ),
     # Loops.
-    "accumulates, sharded": Scenario(build=zero(deferred=True), loop=loops.accumulates, plain=adamw),
     "unused, sharded, in the next forward": Scenario(
         build=zero(deferred=True, gather="forward"), plain=adamw, **_UNUSED
     ),
@@ -217,7 +200,6 @@ SCENARIOS: dict[str, Scenario] = {
         build=step(AllReduce, release_gradients=True), model=Branches, ddp=_VIEWS, plain=adamw
     ),
     "fails in a stage": Scenario(build=step(AllReduce, _failing, deferred=True), loop=loops.fails_in_a_stage),
-    "resumes, sharded": Scenario(build=zero(gather="forward"), loop=loops.resumes, plain=adamw, host_syncs=_SAVED),
     "joins": Scenario(build=step(AllReduce), loop=loops.joins, plain=adamw, host_syncs=_POLL),
     "joins, 4 bits": Scenario(build=step(_four_bits), loop=loops.joins_knowing),
     "local": Scenario(loop=loops.trains_long, build=local_sgd()),

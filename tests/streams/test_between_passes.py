@@ -14,7 +14,7 @@ from harness import run_ranks
 from harness.streams import STREAMS_BACKEND, detecting
 from overlap import AllReduce, Bucket, LocalSGD, Stage, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.hooks import StageContext, all_reduce
-from overlap.hooks.engine.background import Completion, Item
+from overlap.hooks.engine.wavefront import Item
 from overlap.hooks.stage import Role
 
 from .model import batch, wrapped
@@ -30,7 +30,8 @@ def _local(ddp: DistributedDataParallel) -> Any:
     return LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=3, start_step=0, overlap=True)
 
 
-def _trained_and_dropped(rank: int, world_size: int, build: Callable[[DistributedDataParallel], Any]) -> None:
+def _trained_and_dropped(rank: int, build: Callable[[DistributedDataParallel], Any]) -> None:
+    """A model can be dropped while gathers or averages ride."""
     ddp = wrapped()
     batches = [batch(step, rank) for step in range(3)]
     with detecting() as detector:
@@ -42,11 +43,6 @@ def _trained_and_dropped(rank: int, world_size: int, build: Callable[[Distribute
         gc.collect()
         torch.ones(16, device=torch.device("cpu")).mul_(2)  # Such memory could be handed out for this.
     detector.report.check()
-
-
-@pytest.mark.parametrize("build", [_sharded, _local], ids=["gathers", "averages"])
-def test_a_model_can_be_dropped_while_something_rides(build: Callable[[DistributedDataParallel], Any]) -> None:
-    run_ranks(_trained_and_dropped, 2, build, backend=STREAMS_BACKEND)
 
 
 class _Fails(Stage):
@@ -69,12 +65,12 @@ class _Fails(Stage):
         raise RuntimeError("as it was told")
 
     def after_backward(self, *, failed: bool) -> None:
-        self.completion = Completion(self.context.device)
         assert self.context.background is not None
-        self.context.background([Item(index=0)], self._work, on_failure=self.completion.fail)
+        (self.completion,) = self.context.background([Item(index=0)], self._work).values()
 
 
-def _failing(rank: int, world_size: int) -> None:
+def _failing(rank: int) -> None:
+    """Gradients can be changed behind a failure between passes."""
     ddp = wrapped(gradient_as_bucket_view=True)
     batches = [batch(step, rank) for step in range(3)]
     with detecting() as detector:
@@ -86,10 +82,6 @@ def _failing(rank: int, world_size: int) -> None:
                 stage.completion.wait()
             ddp.zero_grad(set_to_none=False)
     detector.report.check()
-
-
-def test_gradients_can_be_changed_behind_a_failure_between_passes() -> None:
-    run_ranks(_failing, 2, backend=STREAMS_BACKEND)
 
 
 class _Raises(Stage):
@@ -105,7 +97,7 @@ class _Raises(Stage):
         bucket.buffer.div_(bucket.divisor)
 
 
-def _reads_what_a_failure_left(rank: int, world_size: int) -> None:
+def _reads_what_a_failure_left(rank: int) -> None:
     ddp = wrapped()
     batches = [batch(step, rank) for step in range(6)]  # Made before: it is the device's.
     with detecting() as detector:
@@ -124,5 +116,12 @@ def _reads_what_a_failure_left(rank: int, world_size: int) -> None:
     detector.report.check()
 
 
-def test_what_a_failure_leaves_in_the_buckets_can_be_read() -> None:
-    run_ranks(_reads_what_a_failure_left, 2, backend=STREAMS_BACKEND)
+def _play(rank: int, world_size: int) -> None:
+    for build in (_sharded, _local):
+        _trained_and_dropped(rank, build)
+    _failing(rank)
+    _reads_what_a_failure_left(rank)
+
+
+def test_what_is_in_flight_is_waited_for_behind_a_failure_and_where_the_model_is_dropped() -> None:
+    run_ranks(_play, 2, backend=STREAMS_BACKEND)

@@ -14,10 +14,10 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,22 @@ from overlap._torch.c10d import has_lost_connection
 from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap.errors import CollectiveError
+from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
+from overlap.hooks.stage import Stage, walk
 from overlap.ranks.board import explained
 from overlap.ranks.collectives import failures_explained
 
 __all__ = [
+    "SMALL_BYTES",
     "BucketFuture",
     "Executor",
     "HostExecutor",
+    "Observer",
     "StreamExecutor",
     "Worker",
     "executor_for",
-    "limit_replaced",
     "model_executor",
     "runs_inline",
 ]
@@ -51,66 +54,111 @@ BucketFuture = torch.futures.Future[torch.Tensor]
 _Job = Callable[[], None]
 
 # Before the training stream: a message leaves earlier if it need not be encoded behind the blocks of a large kernel.
+# It does not outrank the collectives of the library's own groups, which have the highest: see ``priority_options``.
 _PRIORITY = -1
 # How long a thread waits for a collective before it polls whether another rank has reported a failure.
 _POLL_INTERVAL = timedelta(seconds=1)
 # How often a wait for the worker looks whether its thread has ended.
 _LOOKING_S = 0.1
 
-_small_bytes = 2**20
-
-
-@contextlib.contextmanager
-def limit_replaced(limit_bytes: int) -> Iterator[None]:
-    """Within it a model of at most so many bytes is small; with 0 none is."""
-    global _small_bytes
-    before, _small_bytes = _small_bytes, limit_bytes
-    try:
-        yield
-    finally:
-        _small_bytes = before
+SMALL_BYTES = 2**20
+"""A model of at most so many bytes is small; with 0 none is."""
 
 
 def runs_inline(ddp: DistributedDataParallel) -> bool:
     """Whether stages of this model on CPU tensors run on autograd's thread. See [Note: small models]."""
     trained_bytes = sum(parameter.nbytes for parameter in trained_parameters(ddp))
-    return _small_bytes > 0 and (has_one_bucket(ddp) or trained_bytes <= _small_bytes)
+    return SMALL_BYTES > 0 and (has_one_bucket(ddp) or trained_bytes <= SMALL_BYTES)
 
 
-class HostExecutor:
-    """Where stages of CPU tensors run: to wait is to block the thread, and to poll whether another rank has failed.
+class Observer(Protocol):
+    """Is notified on the thread where something happens and, on accelerators, with its stream current.
+
+    ``subject`` is a bucket or an item of work between passes, ``label`` the stage's ``repr``.
+    """
+
+    def arrived(self, bucket: Bucket, /) -> None: ...
+
+    def running(self, subject: Any, label: str, /) -> None:
+        """A stage's code begins to run, up to its next operation."""
+
+    def ran(self, subject: Any, label: str, /) -> None: ...
+
+    def launched(self, subject: Any, label: str, operation: Operation, /) -> None: ...
+
+    def waiting(self, subject: Any, operation: Operation, /) -> None: ...
+
+    def finished(self, subject: Any, operation: Operation, /) -> None:
+        """The wait for ``operation`` is over, which has not failed."""
+
+
+class Executor:
+    """Where stages run: here on the calling thread and, of an accelerator, on its current stream.
 
     Args:
         channels: they carry the collectives.
-        worker: the thread that runs what is submitted; the caller's thread does where ``None``.
+        device: that of the tensors.
     """
 
-    observer: Any = None
-    """See :attr:`Registration.observer`."""
-    new_future = BucketFuture
-    """A future for DDP: to wait for it is to wait for what runs in the scope."""
-    scope = nullcontext
-    """The context for the code that runs here."""
+    observer: Observer | None = None
+    worker: Worker | None = None
+    """The thread that runs what is submitted; the caller's thread does where ``None``."""
 
-    def __init__(self, channels: GroupChannels, worker: Worker | None = None) -> None:
+    def __init__(self, channels: GroupChannels, device: torch.device) -> None:
         self.channels = channels
-        self.worker = worker
-        if worker is not None:
-            self.submit = worker.submit  # type: ignore[method-assign]
+        self._device = device
+
+    def of(self, step: int) -> Executor:
+        """The executor of what belongs to backward pass number ``step``, or to none (-1)."""
+        return self
 
     def submit(self, job: _Job) -> None:
         """Run ``job`` after what the caller has done so far, in the modes of an optimizer's step."""
-        with by_default(torch.device("cpu")), without_saved_context():
+        self.begin()
+        with by_default(self._device), without_saved_context():
             job()
+
+    def new_future(self) -> BucketFuture:
+        """A future for DDP: to wait for it is to wait for what runs in the scope."""
+        return future_for(self._device)
 
     def begin(self) -> None:
         """Let what follows in the scope start after what the caller has done so far."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The context for the code that runs here."""
+        return nullcontext()
 
     def join(self) -> None:
         """Make what the caller does next wait for what has run in the scope so far."""
 
     def launch(self, operation: Operation) -> None:
         """Start ``operation``; returns at once. Raises: CollectiveError: another rank has failed."""
+        operation.launch(self.channels)
+
+    def wait(self, work: dist.Work) -> None:
+        """Make what follows in the scope wait for ``work``."""
+        work.wait()
+
+    def leave(self, operation: Operation) -> None:
+        """Make what follows in the scope wait for an operation in flight that was given up."""
+        # This is for the buffers alone: an operation that has failed is done with them.
+        with contextlib.suppress(RuntimeError):
+            operation.abandon(self.wait)
+
+
+class HostExecutor(Executor):
+    """Of CPU tensors: to wait is to block the thread, and to poll whether another rank has failed."""
+
+    new_future = BucketFuture
+    scope = nullcontext
+
+    def __init__(self, channels: GroupChannels, worker: Worker | None = None) -> None:
+        super().__init__(channels, torch.device("cpu"))
+        if worker is not None:
+            self.worker, self.submit = worker, worker.submit  # type: ignore[method-assign]
+
+    def launch(self, operation: Operation) -> None:
         try:
             operation.launch(self.channels)
         except RuntimeError as error:
@@ -122,7 +170,6 @@ class HostExecutor:
             raise explained(error, "could not be launched") from error
 
     def wait(self, work: dist.Work) -> None:
-        """Make what follows in the scope wait for ``work``."""
         board = self.channels.board
         if board is None:
             with failures_explained():
@@ -143,12 +190,11 @@ class HostExecutor:
                 board.poll()
 
     def leave(self, operation: Operation) -> None:
-        """Make what follows in the scope wait for an operation in flight that was given up; not here, where another
-        rank may not arrive: the connections are closed, which ends it."""
+        """Not here, where another rank may not arrive: the connections are closed, which ends it."""
 
 
-class StreamExecutor:
-    """The same for accelerator tensors: a side stream; to wait is to make that stream wait, never the host.
+class StreamExecutor(Executor):
+    """Of accelerator tensors: a side stream; to wait is to make that stream wait, never the host.
 
     [Note: one stream]
 
@@ -164,35 +210,20 @@ class StreamExecutor:
     run on the stream that they are called on, whose pool serves the next forward.
 
     Args:
-        channels: they carry the collectives.
-        device: that of the tensors.
         owner: whose side stream it is; this executor's own where ``None``. It is made on first use.
     """
 
-    observer: Any = None
-    worker = None
-
     def __init__(self, channels: GroupChannels, device: torch.device, *, owner: object | None = None) -> None:
-        self.channels = channels
-        self._device = device
+        super().__init__(channels, device)
         self._owner = self if owner is None else owner
         self._stream: Any | None = None
 
-    def of(self, step: int) -> StreamExecutor:
-        """The executor of what belongs to backward pass number ``step``, or to none (-1)."""
+    def of(self, step: int) -> Executor:
         if step != 0:
             return self
-        on_current = _CurrentStreamExecutor(self.channels, self._device)
+        on_current = Executor(self.channels, self._device)
         on_current.observer = self.observer
         return on_current
-
-    def submit(self, job: _Job) -> None:
-        self.begin()
-        with by_default(self._device), without_saved_context():
-            job()
-
-    def new_future(self) -> BucketFuture:
-        return future_for(self._device)
 
     def begin(self) -> None:
         if self._stream is None:
@@ -205,30 +236,6 @@ class StreamExecutor:
     def join(self) -> None:
         if self._stream is not None:
             current_stream(self._device).wait_stream(self._stream)
-
-    def launch(self, operation: Operation) -> None:
-        operation.launch(self.channels)
-
-    def wait(self, work: dist.Work) -> None:
-        work.wait()
-
-    def leave(self, operation: Operation) -> None:
-        # This is for the buffers alone: an operation that has failed is done with them.
-        with contextlib.suppress(RuntimeError):
-            operation.abandon(self.wait)
-
-
-class _CurrentStreamExecutor(StreamExecutor):
-    """See [Note: the first pass]."""
-
-    def begin(self) -> None:
-        return
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-
-Executor = HostExecutor | StreamExecutor
 
 
 class Worker:
@@ -281,14 +288,15 @@ def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
 
 
 def model_executor(
-    ddp: DistributedDataParallel | None, group: dist.ProcessGroup, device: torch.device, name: str
+    stage: Stage, ddp: DistributedDataParallel | None, group: dist.ProcessGroup, device: torch.device, name: str
 ) -> Executor:
-    """The executor of a model's stages, whose thread, if it has one, is called ``name``; without ``ddp``, of a hook."""
+    """The executor of a model's ``stage``, whose thread, if it has one, is called ``name``; without ``ddp`` of a
+    hook."""
     if has_streams(device):
         return StreamExecutor(GroupChannels(group), device)
     if not PrivateChannels.can_serve(group):
         return HostExecutor(GroupChannels(group))
     channels = PrivateChannels(group)
-    if ddp is not None and runs_inline(ddp):
+    if any(one.runs_inline for one in walk(stage)) or (ddp is not None and runs_inline(ddp)):
         return HostExecutor(channels)
     return HostExecutor(channels, Worker(name, abandon=channels.abort))

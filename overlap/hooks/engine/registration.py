@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 import weakref
@@ -18,7 +19,6 @@ from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.device import has_streams
-from overlap._torch.foreach import fingerprint
 from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import (
     CollectiveError,
@@ -29,7 +29,7 @@ from overlap.errors import (
     hide_internal_frames,
 )
 from overlap.hooks.adapters import as_stage
-from overlap.hooks.engine.executors import BucketFuture
+from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime, shares_of
 from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.board import Agreement, explain
@@ -39,12 +39,14 @@ _ONE_BACKWARD = (
     "leave the update to step(): Step(optimizer, deferred=True), or ZeroStep(zero, deferred=True)"
 )
 
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 __all__ = ["Registration", "register", "registration_of"]
 
 
 class _Dispatcher:
-    """The hook of a DDP instance, which takes one and keeps it forever: passes buckets to the current registration, or
-    without one reduces as DDP itself does. So a registration can be removed and replaced."""
+    """The hook of a DDP instance, which takes one and keeps it: passes buckets to the current registration, or without
+    one reduces as DDP itself does."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.__name__ = self.__qualname__ = "overlap"
@@ -92,6 +94,9 @@ class _ForwardHooks:
         self._runtime = runtime
         # Code of stages does not belong to a compiled forward.
         self._before = None if runtime is None else torch.compiler.disable(runtime.before_forward)
+        self._check_memory = torch.compiler.disable(self._warn_of_lost_memory)
+        self.is_model_loaded = False
+        """Whether the model's state was loaded before the first pass, and the memory of its stages was not."""
 
     def before(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._before is None or not torch.is_grad_enabled():
@@ -101,6 +106,8 @@ class _ForwardHooks:
                 "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
                 "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"
             )
+        if self.is_model_loaded:
+            self._check_memory()
         self._before()
 
     def after(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -111,59 +118,39 @@ class _ForwardHooks:
         if outputs is None and self._runtime is not None and (error := sys.exception()) is not None:
             explain(error, self._runtime.executor.channels.board)
 
-    def __reduce__(self) -> Any:
-        return _ForwardHooks, ()
-
-
-class LoadHooks:
-    """Warns once where the model's state was loaded before the first pass, and the memory of its stages was not.
-
-    That is known when the pass is over: they had no tensors to remember before it, and have some now. Does nothing in a
-    copy of the model.
-    """
-
-    def __init__(self, runtime: Runtime | None = None, ddp: DistributedDataParallel | None = None) -> None:
-        self._runtime: Callable[[], Runtime | None] = (lambda: None) if runtime is None else weakref.ref(runtime)
-        self._ddp: Callable[[], DistributedDataParallel | None] = (lambda: None) if ddp is None else weakref.ref(ddp)
-        self._until_the_first_pass: Any = None
-        self._was_empty = False
-        self._check = torch.compiler.disable(self._look)
-
-    def on_load(self, module: torch.nn.Module, keys: Any) -> None:
-        """The model's ``load_state_dict`` has been called."""
-        runtime, ddp = self._runtime(), self._ddp()
-        if runtime is not None and ddp is not None and not runtime.passes and self._until_the_first_pass is None:
-            self._until_the_first_pass = ddp.register_forward_pre_hook(self.before_forward)
-
-    def on_stages_loaded(self) -> None:
-        """Their memory was loaded, too, or there was none."""
-        if self._until_the_first_pass is not None:
-            self._until_the_first_pass.remove()
-            self._until_the_first_pass = None
-
-    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Of the model, until its first pass is over."""
-        self._check()
-
-    def _look(self) -> None:
-        if (runtime := self._runtime()) is None:
-            return
-        remembers = _has_tensors(runtime.stage.state_dict())
-        if not runtime.passes:
-            self._was_empty = not remembers
-            return
-        self.on_stages_loaded()
-        if self._was_empty and remembers:
+    def _warn_of_lost_memory(self) -> None:
+        """Whether there is a memory is known after the first pass: stages have no tensors before it, and have some
+        then."""
+        assert self._runtime is not None, "a copy notices no load"
+        stage = self._runtime.stage
+        remembers = _has_tensors(stage.state_dict())
+        self.is_model_loaded = not self._runtime.passes and not remembers
+        if self._runtime.passes and remembers:
             warnings.warn(
-                f"the model's state was loaded, and {runtime.stage!r} began without the memory that it had when that "
-                "was saved (factors, error feedback). To resume a run, save overlap.state_dict(ddp, optim) and load it "
-                "with overlap.load_state_dict(ddp, optim, state)",
+                f"the model's state was loaded, and {stage!r} began without the memory that it had when that was saved "
+                "(factors, error feedback). To resume a run, save overlap.state_dict(ddp, optim) and load it with "
+                "overlap.load_state_dict(ddp, optim, state)",
                 UserWarning,
                 stacklevel=2,
             )
 
     def __reduce__(self) -> Any:
-        return LoadHooks, ()
+        return _ForwardHooks, ()
+
+
+class _LoadHook:
+    """The hook after ``load_state_dict`` of the wrapped module, which may outlive the model in DDP."""
+
+    def __init__(self, hooks: _ForwardHooks | None = None) -> None:
+        self._hooks = None if hooks is None else weakref.ref(hooks)
+
+    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
+        hooks = None if self._hooks is None else self._hooks()
+        if hooks is not None and hooks._runtime is not None and not hooks._runtime.passes:
+            hooks.is_model_loaded = True
+
+    def __reduce__(self) -> Any:
+        return _LoadHook, ()
 
 
 def _has_tensors(state: object) -> bool:
@@ -193,25 +180,20 @@ class Registration:
         self.runtime = runtime
         self.stage = runtime.stage
         self._dispatcher = dispatcher
-        hooks, self.loads = _ForwardHooks(runtime), LoadHooks(runtime, ddp)
+        self.hooks = _ForwardHooks(runtime)
         self._handles = (
-            ddp.register_forward_pre_hook(hooks.before),
-            ddp.register_forward_hook(hooks.after, always_call=True),
-            ddp.module.register_load_state_dict_post_hook(self.loads.on_load),
+            ddp.register_forward_pre_hook(self.hooks.before),
+            ddp.register_forward_hook(self.hooks.after, always_call=True),
+            ddp.module.register_load_state_dict_post_hook(_LoadHook(self.hooks)),
         )
 
     @property
-    def observer(self) -> Any:
-        """An object that is notified, if set: ``arrived(bucket)``; ``running(subject, label)`` and ``ran(subject,
-        label)`` around a stage's code up to its next operation; ``launched(subject, label, operation)``; ``waiting``
-        and, unless it failed, ``finished(subject, operation)`` around the wait for it.
-
-        It is called on the thread where that happens and, on accelerators, with its stream current. ``subject`` is a
-        bucket or an item of background work, ``label`` the stage's ``repr``."""
+    def observer(self) -> Observer | None:
+        """Is notified of what happens to buckets, if set; see ``Observer`` in ``engine/executors.py``."""
         return self.runtime.executor.observer
 
     @observer.setter
-    def observer(self, observer: Any) -> None:
+    def observer(self, observer: Observer | None) -> None:
         self.runtime.executor.observer = observer
 
     @property
@@ -226,11 +208,7 @@ class Registration:
         self._dispatcher.registration = None
         for handle in self._handles:
             handle.remove()
-        self.loads.on_stages_loaded()
         self.runtime.close()
-
-    close = remove
-    """The same, by the name that :func:`contextlib.closing` calls."""
 
     def report(self, error: BaseException) -> None:
         """Report that this rank has failed: the waits of the others raise a ``PeerError`` that names it. Then call
@@ -264,7 +242,8 @@ def register(
 
     Every rank of the model's process group must call this, before a backward and in the same order with its other
     collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group; on an
-    accelerator stages use the group itself.
+    accelerator stages use the group itself. It warns where ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts all streams of a GPU
+    into one queue. Ranks that register several models of one layout do so in the same order.
 
     Args:
         ddp: the wrapped model, compiled or not.
@@ -335,6 +314,12 @@ def _register(
         is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
 
+    if has_streams(context.device) and os.environ.get(_ONE_QUEUE) == "1":
+        warnings.warn(
+            f"{_ONE_QUEUE}=1 puts all streams of a GPU into one queue, so nothing overlaps: unset {_ONE_QUEUE}",
+            UserWarning,
+            stacklevel=2,
+        )
     runtime = Runtime(made, context)
     try:
         runtime.attach()
@@ -347,20 +332,8 @@ def _register(
     return dispatcher.registration
 
 
-# The fingerprints of what all ranks have registered on a group, in order, by the model's layout.
-_registered: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, list[Sequence[str]]]]
-_registered = weakref.WeakKeyDictionary()
-
-
 def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
-    """Compare what all ranks register. Raises: CollectiveError: a rank registers something else than rank 0.
-
-    [Note: models of one layout]
-
-    Two models of one layout, such as a generator's two copies, have one signature; DDP has made their values equal on
-    all ranks, which tell them apart. Values may also differ between ranks, under local SGD for one. So it is an error
-    only where a rank registers the model that rank 0 registered under another number.
-    """
+    """Compare what all ranks register. Raises: CollectiveError: a rank registers something else than rank 0."""
     names = runtime.context.names or {}
     parts = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in names.items()]
     layout = f"a model of {len(parts)} parameters (names, shapes and dtypes: {digest(parts)})"
@@ -368,9 +341,9 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
         {f"the list of parameters of {update!r}": f"{_listed(named)}, digest {digest(named)}", **update.settings}
         for update, named in shares_of(runtime.updates, names)
     ]
-    described = agreement.agree([f"{runtime.stage.signature} for {layout}", fingerprint(names), settings])
-    first, _, of_first = described[0]
-    for rank, (signature, _, of_rank) in enumerate(described):
+    described = agreement.agree([f"{runtime.stage.signature} for {layout}", settings])
+    first, of_first = described[0]
+    for rank, (signature, of_rank) in enumerate(described):
         if signature != first:
             raise CollectiveError(
                 f"rank {rank} registers {signature}, but rank 0 registers {first}; every rank must run the same "
@@ -383,19 +356,6 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
                         f"{name} is {here.get(name)} on rank {rank}, but {there.get(name)} on rank 0, so the ranks' "
                         "parameters would part: make the optimizer with the same arguments on every rank"
                     )
-    values = [of_values for _, of_values, _ in described]
-    past = _registered.setdefault(runtime.context.group, {}).setdefault(layout, [])
-    past.append(values)
-    for number, earlier in enumerate(past[:-1], start=1):
-        for rank, own in enumerate(values):
-            has_former = earlier[0] == own
-            differs = earlier[rank] != earlier[0] and own != values[0]
-            if differs and (has_former or earlier[rank] == values[0]):
-                here, there = (len(past), number) if has_former else (number, len(past))
-                raise CollectiveError(
-                    f"rank {rank} registers as number {here} of {layout} the model that rank 0 registers as number "
-                    f"{there}; register models in the same order on every rank"
-                )
 
 
 def _divided(runtime: Runtime) -> str:

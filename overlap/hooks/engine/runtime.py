@@ -16,17 +16,24 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import refuse_capture
-from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned, without_saved_context
+from overlap._torch.autograd import after_backward, backward_id, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
 from overlap._torch.device import is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
-from overlap.hooks.engine.background import Completion, Item, Subject, run_items
 from overlap.hooks.engine.channels import PrivateChannels
-from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, model_executor
-from overlap.hooks.engine.wavefront import AbandonedBackwardError, BackwardPass, StageRun
+from overlap.hooks.engine.executors import BucketFuture, StreamExecutor, model_executor
+from overlap.hooks.engine.wavefront import (
+    AbandonedBackwardError,
+    BackwardPass,
+    Completion,
+    Item,
+    StageRun,
+    Subject,
+    run_items,
+)
 from overlap.hooks.stage import (
     Role,
     Stage,
@@ -45,6 +52,10 @@ __all__ = ["NO_LAST_BUCKET", "Runtime", "shares_of"]
 NO_LAST_BUCKET = (
     "with static_graph=True DDP has a bucket for each dtype in its first backward, and does not say which is the last: "
     "use find_unused_parameters=True, or parameters of one dtype"
+)
+_SPARSE = (
+    "this gradient is sparse, and stages work on dense ones: build the embedding with sparse=False, or leave this "
+    "model to plain DDP"
 )
 _INSTEAD_OF_CAPTURE = (
     "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
@@ -81,8 +92,8 @@ class Runtime:
     """Runs one stage for one model.
 
     On CPU tensors with Gloo a worker thread runs the stage over separate connections, so that waiting does not hold up
-    autograd. For a small model (see [Note: small models]), on accelerators, and with other backends, it runs on
-    autograd's thread, where the order of collectives is the program's own.
+    autograd. For a small model (see [Note: small models]), with a communication hook, on accelerators, and with other
+    backends, it runs on autograd's thread, where the order of collectives is the program's own.
     """
 
     def __init__(self, stage: Stage, context: StageContext) -> None:
@@ -91,7 +102,7 @@ class Runtime:
         self._watched = -1
         self._watchers: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
-        self.executor = model_executor(self._model(), context.group, context.device, f"overlap-{id(self):x}")
+        self.executor = model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
         self.context = replace(
             context,
             background=self.background,
@@ -100,7 +111,8 @@ class Runtime:
             watch=self._watchers.append,
         )
         self._pass: BackwardPass | None = None
-        self._steps = 0
+        self.passes = 0
+        """Backward passes that have begun."""
         # All; and those that do something before a forward or a pass, or after a pass.
         self._attached: list[Stage] = []
         self._before_forward: list[Stage] = []
@@ -109,9 +121,8 @@ class Runtime:
         self._runs: list[StageRun] = []
         self.updates: Sequence[UpdateStage] = ()
         """Those of the chain."""
-        self._starts_on_autograd_thread = False
+        # Whether a transform follows an update.
         self._has_late_transforms = False
-        """Whether a transform follows an update."""
         # By the bucket's index.
         self._known: dict[int, _KnownBucket] = {}
         # As the parameters were at registration or, registered as a hook, when their gradients first arrived.
@@ -119,11 +130,6 @@ class Runtime:
         worker = self.executor.worker
         self._end = weakref.finalize(self, self.executor.channels.abort if worker is None else worker.stop)
         self._end.atexit = False
-
-    @property
-    def passes(self) -> int:
-        """Backward passes that have begun."""
-        return self._steps
 
     def attach(self) -> None:
         """Attach the stages. Raises: ConfigurationError: one refuses the model or its position."""
@@ -138,8 +144,6 @@ class Runtime:
         self._before_backward = _that_override("before_backward", self._attached)
         self._after_backward = _that_override("after_backward", self._attached)
         self._runs[:] = [StageRun(repr(stage), stage, _passed(stage)) for stage in sequence]
-        # Without a thread of their own, stages start there anyhow.
-        self._starts_on_autograd_thread = self.executor.worker is not None and self.stage.starts_on_autograd_thread
         roles = [stage.role for stage in sequence]
         self._has_late_transforms = Role.UPDATE in roles and Role.TRANSFORM in roles[roles.index(Role.UPDATE) :]
         self.updates = updates_of(sequence)
@@ -183,7 +187,6 @@ class Runtime:
         self._after_all(lambda: self.executor.channels.tell(error))
 
     def _after_all(self, job: Callable[[], None]) -> None:
-        """Do ``job`` after everything that was submitted."""
         self.executor.submit(job)
         if self.executor.worker is not None:
             self.executor.worker.wait_until_idle()
@@ -207,7 +210,7 @@ class Runtime:
             self.tell(error)
             hide_internal_frames(error)
             raise
-        if self._steps == 1:
+        if self.passes == 1:
             self._meet_before_rebuilding()
 
     def _meet_before_rebuilding(self) -> None:
@@ -218,13 +221,11 @@ class Runtime:
         """
         model, has_own_channels = self._model(), isinstance(self.executor.channels, PrivateChannels)
         if has_own_channels and model is not None and is_to_rebuild(model) and not self.context.is_joining():
-            met = Completion(self.context.device)
 
             async def meet(item: Item) -> None:
                 await all_reduce(torch.zeros(1, device="cpu"), group=self.context.group)
-                met.set()
 
-            self.background([Item(index=0)], meet, on_failure=met.fail)
+            (met,) = self.background([Item(index=0)], meet).values()
             met.wait()
 
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
@@ -262,14 +263,11 @@ class Runtime:
             after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
         refusal: Exception | None = None
         if bucket.buffer.is_sparse:
-            refusal = _sparse(bucket)
+            refusal = UnsupportedError(_SPARSE)
+            refusal.add_note(f"raised for {bucket.describe()}")
         elif known.refusal is not None and not is_replay:
             refusal = TrainingLoopError(known.refusal)
-        task = current.admit(bucket, future)
-        if task is not None:
-            if self._starts_on_autograd_thread and refusal is None:
-                with by_default(self.context.device), without_saved_context():
-                    task.start()
+        if (task := current.admit(bucket, future)) is not None:
             executor.submit(partial(current.drive, task, bucket.is_last, refusal))
         if bucket.is_last and is_replay:
             current.wait()
@@ -277,47 +275,43 @@ class Runtime:
         return future
 
     def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
-        names = self.context.names
+        """Refuses parameters that had other strides when DDP laid out its buckets."""
+        names, refusal = self.context.names, None
         fqns = None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters)
-        refusals = map(self._refusal, parameters, fqns or [None] * len(parameters))
-        known = _KnownBucket(tuple(parameters), strides, fqns, next(filter(None, refusals), None))
-        self._known[index] = known
+        for place, (parameter, now) in enumerate(zip(parameters, strides, strict=True)):
+            before = self._strides.setdefault(id(parameter), now)
+            axes = zip(parameter.shape, before, now, strict=True)
+            # The stride of a dimension of one element does not matter.
+            if any(length != 1 and one != other for length, one, other in axes):
+                refusal = refusal or (
+                    f"{_by_shape(parameter) if fqns is None else fqns[place]} has strides {now}, but had {before} when "
+                    "the model was registered, and DistributedDataParallel still lays out its gradient in that way: "
+                    "after model.to(memory_format=...) build DistributedDataParallel anew and register again"
+                )
+        known = self._known[index] = _KnownBucket(tuple(parameters), strides, fqns, refusal)
         return known
 
-    def _refusal(self, parameter: Tensor, name: str | None) -> str | None:
-        """The error where ``parameter`` had other strides when DDP laid out its buckets."""
-        before, now = self._strides.setdefault(id(parameter), parameter.stride()), parameter.stride()
-        # The stride of a dimension of one element does not matter.
-        if all(length == 1 or one == other for length, one, other in zip(parameter.shape, before, now, strict=True)):
-            return None
-        return (
-            f"{name or _by_shape(parameter)} has strides {now}, but had {before} when the model was registered, and "
-            "DistributedDataParallel still lays out its gradient in that way: after model.to(memory_format=...) build "
-            "DistributedDataParallel anew and register again"
-        )
-
     def background(
-        self,
-        items: Sequence[T],
-        work: Callable[[T], Coroutine[Operation, Any, None]],
-        *,
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
+        self, items: Sequence[T], work: Callable[[T], Coroutine[Operation, Any, None]]
+    ) -> dict[T, Completion]:
         """Run ``work`` on each of ``items`` after all work begun before; with a worker thread, returns at once.
 
         Called on the training thread between backward passes, at the same place on every rank.
         """
-        executor = self._executor_of(items[0].step if items else -1)
+        executor = self.executor.of(items[0].step if items else -1)
+        completions = {item: Completion(self.context.device) for item in items}
 
         def job() -> None:
             try:
-                run_items(items, work, executor)
+                run_items(items, work, executor, completions)
             except BaseException as error:
                 executor.join()  # What was queued before the failure uses tensors that may now be freed or changed.
                 executor.channels.fail(error)
-                on_failure(error)
+                for completion in completions.values():
+                    completion.fail(error)
 
         executor.submit(job)
+        return completions
 
     @without_saved_context()
     def _begin(self, *, is_replay: bool) -> BackwardPass:
@@ -328,13 +322,13 @@ class Runtime:
             )
             stale.wait()
         begun = BackwardPass(
-            self._steps,
+            self.passes,
             self._runs,
-            self._executor_of(self._steps),
+            self.executor.of(self.passes),
             divisor=gradient_divisor(self.context.group),
             watchers=() if is_replay else self._watchers,
         )
-        self._steps += 1
+        self.passes += 1
         try:
             if self.context.names is None or isinstance(self.executor, StreamExecutor):
                 self._refuse_capture()  # Registered as a hook, it is not called before forwards.
@@ -351,9 +345,6 @@ class Runtime:
             error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)
         return begun
-
-    def _executor_of(self, step: int) -> Executor:
-        return self.executor.of(step) if isinstance(self.executor, StreamExecutor) else self.executor
 
     def _refuse_capture(self) -> None:
         refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self.context.device)
@@ -423,15 +414,6 @@ def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:
     if type(stage).passed is not Stage.passed:
         return stage.passed
     return Bucket.with_mean if stage.role is Role.REDUCER else None
-
-
-def _sparse(bucket: Bucket) -> UnsupportedError:
-    error = UnsupportedError(
-        "this gradient is sparse, and stages work on dense ones: build the embedding with sparse=False, or leave this "
-        "model to plain DDP"
-    )
-    error.add_note(f"raised for {bucket.describe()}")
-    return error
 
 
 def shares_of(

@@ -1,5 +1,7 @@
 """The buckets of a backward pass: the order in which they advance, and the end of a pass that fails.
 
+Work between passes, such as averaging or gathering parameters, runs by the same tasks: see :func:`run_items`.
+
 [Note: one order of collectives]
 
 Every rank must issue the collectives of a group in the same order. Otherwise they pair up wrongly: results are garbage,
@@ -23,20 +25,38 @@ runs while b2 is in flight.
 
 from __future__ import annotations
 
+import copy
 import operator
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import filterfalse
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from overlap._torch.autograd import LabelType, label_type
+from overlap._torch.device import current_stream, has_streams, recorded_event
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, WholePass
 from overlap.hooks.engine.executors import BucketFuture, Executor
 
-__all__ = ["AbandonedBackwardError", "BackwardPass", "StageRun", "Task", "Wavefront"]
+__all__ = [
+    "BETWEEN_PASSES",
+    "AbandonedBackwardError",
+    "BackwardPass",
+    "Completion",
+    "Item",
+    "StageRun",
+    "Subject",
+    "Task",
+    "Wavefront",
+    "run_items",
+    "run_now",
+]
+
+BETWEEN_PASSES = "background"
+"""The label of work between passes, where a bucket has that of a stage."""
 
 _awaits_whole_pass = operator.attrgetter("awaits_whole_pass")
 _is_done = operator.attrgetter("is_done")
@@ -102,30 +122,14 @@ class Task:
         self._executor = executor
         self._labelled = labelled
         self._on_done = on_done
-        # What the stage awaits; and the same from its launch until the stage gets its result.
-        self._awaited: Operation | None = None
         self._in_flight: Operation | None = None
-        self._is_ahead = False
-        self._start_error: Exception | None = None
 
-    def start(self) -> None:
-        """Run to the first operation without launching it, for stages that start on autograd's thread.
-
-        If the stage raises, :meth:`advance` raises it: only the thread that runs the stages may end the pass.
-        """
-        try:
-            self.advance(launches=False)
-        except Exception as error:
-            self._start_error = error
-        self._is_ahead = True
-
-    def advance(self, *, launches: bool = True) -> None:
+    def advance(self) -> None:
         """Wait for what is in flight, run to the next operation, launch it; called in the executor's scope."""
         subject, observer, labelled = self.subject, self._executor.observer, self._labelled
         result: Any = None
         raised: Exception | None = None
-        if self._start_error is not None:
-            raise self._start_error
+        awaited: Operation | None = None
         if (operation := self._in_flight) is not None:
             if observer is not None:
                 observer.waiting(subject, operation)
@@ -138,8 +142,8 @@ class Task:
                 if observer is not None:
                     observer.finished(subject, operation)
             # What it sent, too, is the stage's alone now, which can give it back before it continues.
-            self._awaited = self._in_flight = operation = None
-        while self._position < len(self._runs) and not self._is_ahead:
+            self._in_flight = operation = None
+        while self._position < len(self._runs):
             stage = self._runs[self._position]
             if observer is not None:
                 observer.running(subject, stage.label)
@@ -147,10 +151,8 @@ class Task:
                 with labelled(f"overlap::{stage.label}[bucket {subject.index}]"):
                     if self._coroutine is None:
                         self._coroutine = stage.run(self._given)
-                    if raised is not None:
-                        self._awaited = self._coroutine.throw(raised)
-                    else:
-                        self._awaited = self._coroutine.send(result)
+                    coroutine = self._coroutine
+                    awaited = coroutine.send(result) if raised is None else coroutine.throw(raised)
                 break
             except StopIteration:
                 self._coroutine = result = None
@@ -166,24 +168,21 @@ class Task:
                 raised = None  # It has this frame, which would keep it.
                 if observer is not None:
                     observer.ran(subject, stage.label)
-        self._is_ahead = False
-        if not launches:
-            return
-        if (operation := self._awaited) is None:
+        if awaited is None:
             self.is_done = True
             if self._on_done is not None:
                 self._on_done(subject)
             return
-        self.awaits_whole_pass = isinstance(operation, WholePass)
+        self.awaits_whole_pass = isinstance(awaited, WholePass)
         label = self._runs[self._position].label
         try:
-            self._executor.launch(operation)
+            self._executor.launch(awaited)
         except Exception as error:
-            error.add_note(f"raised when stage {label} launched {operation.label}, {subject.describe()}")
+            error.add_note(f"raised when stage {label} launched {awaited.label}, {subject.describe()}")
             raise
-        self._in_flight = operation
+        self._in_flight = awaited
         if observer is not None:
-            observer.launched(subject, label, operation)
+            observer.launched(subject, label, awaited)
 
     def close(self) -> None:
         """Abandon the coroutine: its ``finally`` blocks run.
@@ -191,7 +190,7 @@ class Task:
         On a stream what it has in flight is waited for: the buffers go back to whoever owns them.
         """
         self.is_done = True
-        in_flight, self._awaited, self._in_flight = self._in_flight, None, None
+        in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             with self._executor.scope():
                 self._executor.leave(in_flight)
@@ -303,3 +302,106 @@ class BackwardPass:
                 watcher.through(bucket)
         finally:
             future.set_result(bucket.buffer)
+
+
+# Between passes.
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Item:
+    """One piece of work between passes, as profiles and error messages name it. A bucket can be used as well."""
+
+    index: int
+    step: int = -1
+    """The backward pass that it belongs to; -1 where it belongs to none."""
+
+    def describe(self) -> str:
+        """The item's name in error messages."""
+        return f"part {self.index}"
+
+
+Subject = Bucket | Item
+"""A task works on one of these."""
+T = TypeVar("T", bound=Subject)
+Work = Callable[[T], Coroutine[Operation, Any, None]]
+
+
+def run_items(
+    items: Sequence[T], work: Work[T], executor: Executor, completions: Mapping[T, Completion] | None = None
+) -> None:
+    """Run ``work(item)`` for each of ``items`` to the end, two items at a time: while one packs or unpacks, the other
+    communicates. Sets the completion of each that is done.
+
+    The order of collectives depends only on the order of items: an item's first collective is launched after the first
+    of the item before, and before the others of that item.
+    """
+    active: list[Task] = []
+    runs, labelled = [StageRun(BETWEEN_PASSES, work)], label_type()
+    try:
+        with executor.scope():
+            for item in [*items, None]:
+                if item is not None:
+                    on_done = None if completions is None else completions[item].set
+                    active.append(Task(item, item, runs, executor, labelled=labelled, on_done=on_done))
+                    active[-1].advance()
+                while len(active) > (0 if item is None else 1):
+                    while not active[0].is_done:
+                        active[0].advance()
+                    del active[0]
+    except BaseException:
+        for task in active:
+            task.close()
+        raise
+
+
+@torch.no_grad()
+def run_now(items: Sequence[T], work: Work[T], executor: Executor) -> None:
+    """:func:`run_items` on the calling thread; the current stream may use the results."""
+    executor.begin()
+    try:
+        run_items(items, work, executor)
+    finally:
+        executor.join()  # After a failure, too: what was queued before it uses the tensors.
+
+
+class Completion:
+    """The end of an item of work: :meth:`set` where it runs, :meth:`wait` where its result is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_set = threading.Event()
+        self._event: Any = None
+        self._error: BaseException | None = None
+
+    def set(self, item: object = None) -> None:
+        """``item`` is done; on an accelerator, when the current stream has finished what is queued so far."""
+        if has_streams(self._device):
+            self._event = recorded_event(self._device)
+        self._is_set.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The work has failed, unless it is done already: :meth:`wait` raises ``error``."""
+        if not self._is_set.is_set():
+            self._error = error
+            self._is_set.set()
+
+    def wait(self) -> None:
+        """Block until the work is done; on an accelerator the current stream waits, not the host."""
+        self._is_set.wait()
+        if self._error is not None:
+            raise _copied(self._error)
+        if self._event is not None:
+            current_stream(self._device).wait_event(self._event)
+
+
+def _copied(error: BaseException) -> BaseException:
+    """``error`` to be raised, while the original is kept: the one that is raised gets the frames of all callers, which
+    hold the model, and DDP holds stages where the garbage collector does not look."""
+    try:
+        made = copy.copy(error)
+    except Exception:
+        return error
+    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
+    if notes := getattr(error, "__notes__", None):
+        made.__notes__ = list(notes)
+    return made.with_traceback(error.__traceback__)

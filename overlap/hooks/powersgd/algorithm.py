@@ -41,11 +41,10 @@ import torch
 from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
-from overlap._torch.foreach import copy_all
+from overlap._torch.foreach import all_finite, copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.finite import all_finite
 from overlap.hooks.powersgd.layout import BucketLayout, FactorLayout, Factors, Matrices, columns_by_shape
 from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.wires import QuantizedSum, Wire

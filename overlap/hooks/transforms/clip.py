@@ -92,8 +92,7 @@ def _check_positive(name: str, value: object, *, hint: str = "") -> None:
 class ShardedNorm:
     """Clips by the global norm of gradients of which each rank has a part: local powers, a sum over ranks, a root.
 
-    The norm has the dtype that ``torch.nn.utils.clip_grad_norm_`` gives it: the promoted dtype of all ``parameters`` of
-    the model, also where this rank has parts of some of them only.
+    It has the promoted dtype of all ``parameters`` of the model, as ``torch.nn.utils.clip_grad_norm_`` gives it.
     """
 
     def __init__(
@@ -133,11 +132,10 @@ class ClipGradNorm(WholePassTransform):
     """Scales the gradients of the whole model so that their norm is at most ``max_norm``.
 
     After the reducer this is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)`` between backward and
-    ``step()``, bit for bit, whatever the optimizer's groups; before it, each rank clips its own gradient by its own
-    norm. It waits for all buckets, so updates after it run when backward has computed everything; they may be of any
-    form. The norm is the same only up to the order of summation after a reduce-scatter, with parameters that no rank
-    used, whose zeros are counted, and in a hook registered with ``ddp.register_comm_hook``, which does not know the
-    model's order. The largest element is always the same.
+    ``step()``, bit for bit; before it, each rank clips its own gradient by its own norm. It waits for all buckets, so
+    updates after it run when backward has computed everything. The norm is the same up to the order of summation after
+    a reduce-scatter, with parameters that no rank used, whose zeros are counted, and in a hook registered with
+    ``ddp.register_comm_hook``, which does not know the model's order.
 
     With ``GradScaler`` gradients in backward are scaled, so ``step()`` refuses: use
     ``Step(optimizer, clip_grad_norm=...)``, which clips in ``step()``.
@@ -149,8 +147,7 @@ class ClipGradNorm(WholePassTransform):
     Communication: none; after a reduce-scatter, one all-reduce of a number. Changes: ``bucket.buffer``.
 
     Raises:
-        ConfigurationError: an argument is out of range; or, at registration, it stands after an update, or before a
-            communication hook.
+        ConfigurationError: an argument is out of range; or, at registration, it stands after an update.
 
     >>> ClipGradNorm(1.0)
     ClipGradNorm(1)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import hold
+from overlap._torch.foreach import LargestElements
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.finite import LargestElements
 from overlap.hooks.stage import Role, Stage, StageContext, UpdateStage, updates_of
 from overlap.hooks.transforms.transform import Place, WholePassTransform
 

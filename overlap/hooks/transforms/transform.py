@@ -18,14 +18,12 @@ __all__ = ["Place", "Transform", "WholePassTransform"]
 
 
 class Place(enum.Enum):
-    """Where a transform stands in its chain."""
+    """Where a transform stands in its chain, by the tensors that it sees: this rank's own gradients before the reducer,
+    their mean after it, and after an update the new parameters."""
 
     LOCAL = "local gradients"
-    """Before the reducer: it sees this rank's own gradients."""
     MEAN = "mean gradients"
-    """After it: their mean over ranks."""
     UPDATED = "parameters"
-    """After an update: the new parameters."""
 
 
 class Transform(Stage):
@@ -62,12 +60,9 @@ class Transform(Stage):
                 f"{self!r} is registered already, and serves one place of one model: make a {type(self).__name__} for "
                 "each, or .remove() that registration first"
             )
-        if any(stage.role is Role.UPDATE for stage in before):
-            self.place = Place.UPDATED
-        elif any(stage.reduces for stage in before):
-            self.place = Place.MEAN
-        else:
-            self.place = Place.LOCAL
+        is_mean = any(stage.reduces for stage in before)
+        is_updated = any(stage.role is Role.UPDATE for stage in before)
+        self.place = Place.UPDATED if is_updated else Place.MEAN if is_mean else Place.LOCAL
 
     def attach(self, context: StageContext) -> None:
         if self.place is None:
@@ -88,13 +83,12 @@ class Transform(Stage):
             return bucket.parameters
         if bucket.owned is None:
             return bucket.gradients
-        seen = []
-        for part, gradient, parameter in zip(bucket.owned, bucket.gradients, bucket.parameters, strict=True):
-            one = gradient if part is None else part
-            # A buffer of complex gradients holds pairs of real numbers.
-            is_pairs = parameter.is_complex() and not one.is_complex()
-            seen.append(torch.view_as_complex(one.view(-1, 2)) if is_pairs else one)
-        return seen
+        seen = [whole if part is None else part for part, whole in zip(bucket.owned, bucket.gradients, strict=True)]
+        # A buffer of complex gradients holds pairs of real numbers.
+        return [
+            torch.view_as_complex(one.view(-1, 2)) if parameter.is_complex() and not one.is_complex() else one
+            for one, parameter in zip(seen, bucket.parameters, strict=True)
+        ]
 
     def counted(self, bucket: Bucket) -> Sequence[Tensor]:
         """As :meth:`seen`, for a sum over ranks: gradients that all ranks have whole are empty on all but one."""
@@ -111,15 +105,6 @@ class WholePassTransform(Transform):
     def __init__(self) -> None:
         super().__init__()
         self._arrived: list[Bucket] = []
-
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
-        super().placed(before, after)
-        hook = next((stage for stage in after if stage.starts_on_autograd_thread), None)
-        if hook is not None:
-            raise ConfigurationError(
-                f"{self!r} waits for the whole pass, and {hook!r} after it must be called where DDP calls hooks, when "
-                f"its bucket arrives: put {self!r} after the hook"
-            )
 
     def before_backward(self, *, is_replay: bool) -> None:
         self._arrived.clear()

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
-from overlap._torch.foreach import add_all
+from overlap._torch.foreach import add_all, all_finite
 from overlap.errors import ConfigurationError
-from overlap.hooks.finite import all_finite
 from overlap.hooks.stage import StageContext
 from overlap.hooks.wires.wire import Wire
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from overlap._torch.device import hold
 from overlap._torch.foreach import copy_all
 from overlap.hooks import StageContext, all_reduce
-from overlap.hooks.engine.background import Completion, Item, run_now
 from overlap.hooks.engine.executors import executor_for
+from overlap.hooks.engine.wavefront import Completion, Item, run_now
 from overlap.hooks.wires import QuantizedSum, Wire
 from overlap.hooks.wires.feedback import StageMemory
 
@@ -61,11 +61,6 @@ class Running:
     def __init__(self, wire: WiredMean | None) -> None:
         self._wire = wire
         self.completions: dict[Item, Completion] = {}
-
-    def fail(self, error: BaseException) -> None:
-        """The average has failed: :meth:`wait` raises ``error``."""
-        for completion in self.completions.values():
-            completion.fail(error)
 
     def wait(self) -> None:
         """Wait until the means are there; the current stream may use them. Raises the error of one that failed."""
@@ -118,15 +113,12 @@ def average(
             weight.scale_(flat)
             await all_reduce(flat, group=group)
         part.store(flat)
-        if part in running.completions:
-            running.completions[part].set()
 
     for device, parts in by_device.items():
         if context is None or context.background is None or context.device != device:
             run_now(parts, work, executor_for(group, device))
         else:
-            running.completions.update((part, Completion(device)) for part in parts)
-            context.background(parts, work, on_failure=running.fail)
+            running.completions.update(context.background(parts, work))
     return running
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import as_list, check_group, check_whole_number, described, refuse_capture, told
 from overlap._torch import classes
+from overlap._torch.c10d import priority_options
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext
 from overlap.optim.local_sgd.averages import average
@@ -204,7 +205,7 @@ def _make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int
     made = dict.fromkeys(sizes, group)
     for period, size in sizes.items():
         for start in range(0, len(ranks), size) if size < len(ranks) else ():
-            subgroup = dist.new_group(ranks[start : start + size])
+            subgroup = dist.new_group(ranks[start : start + size], pg_options=priority_options())
             if start <= rank < start + size:
                 made[period] = subgroup
     return made

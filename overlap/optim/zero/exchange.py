@@ -36,11 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import has_streams
-from overlap._torch.foreach import add_all, copy_all, subtract_from_
+from overlap._torch.foreach import add_all, all_finite, copy_all, subtract_from_
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.hooks.collectives import add_messages
-from overlap.hooks.engine.background import Item
-from overlap.hooks.finite import all_finite
+from overlap.hooks.engine.wavefront import Item
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.wires import ErrorFeedback, Wire
 from overlap.hooks.wires.blocks import codecs_in_runs

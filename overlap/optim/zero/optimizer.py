@@ -35,8 +35,8 @@ from overlap._torch.optimizer import (
     unwrapped,
 )
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks.engine.background import run_now
 from overlap.hooks.engine.executors import executor_for
+from overlap.hooks.engine.wavefront import run_now
 from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
 from overlap.join import Joinable
 from overlap.join.participation import active_join, refuse_once_joined

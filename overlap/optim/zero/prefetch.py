@@ -36,7 +36,7 @@ from overlap._torch.ddp import (
 from overlap._torch.device import current_stream, hold
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
-from overlap.hooks.engine.background import Completion
+from overlap.hooks.engine.wavefront import Completion
 from overlap.optim.zero.exchange import Exchange, Gather
 
 __all__ = ["ParameterPrefetch"]
@@ -55,22 +55,15 @@ class ParameterPrefetch:
     def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
         """Launch ``gathers``, in this order, after all earlier work."""
         self._follow()
-        completions = {gather: Completion(context.device) for gather in gathers}
-        for gather, completion in completions.items():
-            for shard in gather.shards:
-                self._completions[id(shard.parameter)] = completion
 
         async def work(gather: Gather) -> None:
             self._hold(gather, current_stream(context.device))
             await exchange.gather(gather.shards, context.group)
-            completions[gather].set()
-
-        def fail(error: BaseException) -> None:
-            for completion in completions.values():
-                completion.fail(error)
 
         assert context.background is not None, "the runtime gives it to every stage that it attaches"
-        context.background(gathers, work, on_failure=fail)
+        for gather, completion in context.background(gathers, work).items():
+            for shard in gather.shards:
+                self._completions[id(shard.parameter)] = completion
 
     def _hold(self, gather: Gather, stream: Any | None) -> None:
         """Keep the parameters' memory for ``stream``: if the model is dropped, nothing waits for the gather."""

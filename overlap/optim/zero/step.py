@@ -19,10 +19,10 @@ from torch import Tensor
 
 from overlap._checks import check_flag, described, is_one_of, told
 from overlap._torch.device import has_streams
+from overlap._torch.foreach import LargestElements
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
-from overlap.hooks.finite import LargestElements
 from overlap.hooks.stage import UpdateStage
 from overlap.hooks.transforms.clip import ShardedNorm, in_model_order
 from overlap.hooks.wires import Wire, redistribute

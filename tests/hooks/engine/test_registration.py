@@ -43,7 +43,7 @@ class _OfTwoDtypes(nn.Module):
         return self.in_single(x) + self.in_double(x.double()).float()
 
 
-def _refusals(rank: int, world_size: int) -> None:
+def _refusals(rank: int) -> None:
     with_hook, with_builtin, registered = _model(), _model(), _model()
     with_hook.register_comm_hook(None, default_hooks.allreduce_hook)
     with_builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
@@ -67,11 +67,7 @@ def _refusals(rank: int, world_size: int) -> None:
             register(model, chain(AllReduce()), state)
 
 
-def test_a_model_that_cannot_take_a_chain_is_refused() -> None:
-    run_ranks(_refusals, 2)
-
-
-def _hook_on_a_static_graph_of_two_dtypes(rank: int, world_size: int) -> None:
+def _hook_on_a_static_graph_of_two_dtypes(rank: int) -> None:
     ddp = wrap(_OfTwoDtypes(), static_graph=True)
     ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(UnsupportedError, match=r"<hook .*>: the model has parameters of several dtypes: with static_"):
@@ -83,11 +79,8 @@ def _hook_on_a_static_graph_of_two_dtypes(rank: int, world_size: int) -> None:
         ddp(torch.ones(2, 16)).sum().backward()
 
 
-def test_a_hook_that_ddp_calls_refuses_a_static_graph_of_two_dtypes() -> None:
-    run_ranks(_hook_on_a_static_graph_of_two_dtypes, 2)
-
-
-def _in_and_out(rank: int, world_size: int) -> None:
+def _in_and_out(rank: int) -> None:
+    """Registering and removing again and again trains as plain DDP."""
     batches = MLP.batches(rank, steps=9)
     reference = train(plain := _model(), SGD(plain.parameters()), batches)
     ddp = _model()
@@ -108,10 +101,6 @@ def _in_and_out(rank: int, world_size: int) -> None:
         assert_parity(parameters, reference[step].parameters, what=f"step {step}")
 
 
-def test_registering_and_removing_again_and_again_trains_as_plain_ddp() -> None:
-    run_ranks(_in_and_out, 2)
-
-
 def _trained_with_a_chain(rank: int) -> Any:
     ddp = _model()
     optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
@@ -122,7 +111,8 @@ def _trained_with_a_chain(rank: int) -> Any:
     return ddp
 
 
-def _copied(rank: int, world_size: int) -> None:
+def _copied(rank: int) -> None:
+    """A copy of a registered model has nothing registered."""
     ddp = _trained_with_a_chain(rank)
     copied = copy.deepcopy(ddp)
     copied(*MLP.batch(0, rank).inputs)
@@ -134,8 +124,13 @@ def _copied(rank: int, world_size: int) -> None:
     again.step()
 
 
-def test_a_copy_of_a_registered_model_has_nothing_registered() -> None:
-    run_ranks(_copied, 2)
+def _play(rank: int, world_size: int) -> None:
+    for scenario in (_refusals, _hook_on_a_static_graph_of_two_dtypes, _in_and_out, _copied):
+        scenario(rank)
+
+
+def test_models_that_cannot_take_a_chain_chains_in_and_out_and_copies() -> None:
+    run_ranks(_play, 2)
 
 
 def _in_a_block(rank: int, world_size: int) -> None:

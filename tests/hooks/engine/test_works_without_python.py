@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, chain
+from overlap.hooks.engine import executors
 
 # Versions that keep nothing there in backward, or never let go of it.
 pytestmark = pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch cannot take it away")
 
-INLINE, ON_A_WORKER = str(2**20), "0"
 STEPS = 8
 
 
@@ -42,11 +43,12 @@ def _held(ddp: DistributedDataParallel, rank: int, seen: list[weakref.ref[Any]])
 
 
 def _chain(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    chain(AllReduce()).register(ddp)
-    assert _held(ddp, rank, _observed(ddp)) == 0
+    for limit_bytes in (2**20, 0):  # Inline, and on a worker.
+        with mock.patch.object(executors, "SMALL_BYTES", limit_bytes):
+            ddp = wrap(MLP.model(), **MLP.ddp_options())
+            chain(AllReduce()).register(ddp)
+            assert _held(ddp, rank, _observed(ddp)) == 0
 
 
-@pytest.mark.parametrize("limit_bytes", [INLINE, ON_A_WORKER])
-def test_works_of_a_chain_hold_nothing(limit_bytes: str) -> None:
-    run_ranks(_chain, 2, env={"OVERLAP_SMALL_MODEL_BYTES": limit_bytes})
+def test_works_of_a_chain_hold_nothing() -> None:
+    run_ranks(_chain, 2)

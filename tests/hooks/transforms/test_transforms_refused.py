@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import overlap
 from harness import run_ranks, wrap
@@ -29,7 +28,6 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     as_hook,
-    as_stage,
     chain,
 )
 from overlap.hooks import all_reduce
@@ -41,10 +39,6 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 def _looks(bucket: Bucket) -> None:
     pass
-
-
-async def _waits(bucket: Bucket) -> None:
-    await all_reduce(torch.zeros(1))
 
 
 def _ddp() -> Any:
@@ -84,10 +78,6 @@ def _places(rank: int, world_size: int) -> None:
         (lambda: chain(ZeroStep(zero, gather="forward"), Log(print)), "would see the old ones"),
         (lambda: chain(ZeroStep(other_zero, deferred=True), _looks), "would see the old ones"),
         (lambda: chain(AllReduce(), both[0], _looks, both[1]), "stands between the updates"),
-        (
-            lambda: chain(ClipGradNorm(1.0), as_stage(default_hooks.allreduce_hook)),
-            "after the hook",
-        ),
         (lambda: chain(Cast(torch.float64, chain(ClipGradNorm(1.0), AllReduce()))), "inside of another stage"),
     ]
     for make, words in wrong:
@@ -104,14 +94,6 @@ def _places(rank: int, world_size: int) -> None:
     hooked.register_comm_hook(None, as_hook(chain(AllReduce(), Log(print))))
     with pytest.raises(ConfigurationError, match=r"use overlap\.register"):
         mean_squared_error(hooked, MLP.batch(0, rank)).backward()
-
-
-def _waiting_before_a_hook(rank: int, world_size: int) -> None:
-    """A function before a hook runs where DDP calls hooks; one that waits there is refused."""
-    waiting = _ddp()
-    chain(_waits, as_stage(default_hooks.allreduce_hook)).register(waiting)
-    with pytest.raises(ConfigurationError, match="awaits something first: put that transform after the hook"):
-        mean_squared_error(waiting, MLP.batch(0, rank)).backward()
 
 
 def _scaled(rank: int, world_size: int) -> None:
@@ -175,7 +157,7 @@ def _skipped_update(rank: int, world_size: int) -> None:
 
 
 def _play(rank: int, world_size: int) -> None:
-    for scenario in (_places, _waiting_before_a_hook, _second_backward, _skipped_update, _scaled, _failing):
+    for scenario in (_places, _second_backward, _skipped_update, _scaled, _failing):
         scenario(rank, world_size)
 
 

@@ -175,7 +175,7 @@ class _Looks(Transform):
 
 
 def _kinds(*stages: Any) -> list[str]:
-    return [type(stage).__name__ for stage in chain(*stages).stages]
+    return [type(stage).__name__ for stage in chain(*stages).sequence]
 
 
 def _inserted(rank: int, world_size: int) -> None:
@@ -191,7 +191,7 @@ def _inserted(rank: int, world_size: int) -> None:
     assert _kinds(ZeroStep(muon), Step(whole)) == ["ReduceScatter", "ZeroStep", "Step"]
     assert _kinds(Step(whole), ZeroStep(muon)) == ["ReduceScatter", "Step", "ZeroStep"]
     assert _kinds(chain(ZeroStep(muon)), chain(ZeroStep(adamw))) == ["ReduceScatter", "ZeroStep", "ZeroStep"]
-    assert chain(ZeroStep(muon), ZeroStep(adamw)).stages[0].zeros == (muon, adamw)
+    assert chain(ZeroStep(muon), ZeroStep(adamw)).sequence[0].zeros == (muon, adamw)
     assert repr(ReduceScatter(muon, adamw)) == "ReduceScatter(Muon, AdamW)"
     assert "Muon by parameter, AdamW by element" in ReduceScatter(muon, adamw).signature
 
