@@ -5,7 +5,8 @@
 A worker thread lets the stages of one bucket run while autograd computes the next, at the price of a hand-over between
 threads for each bucket. Where all of a model takes less time than that, or there is one bucket, which comes when
 nothing is left to compute, stages run on autograd's thread, in the same order. The limit is the size of DDP's first
-bucket, which is sent at once anyhow.
+bucket, which is sent at once anyhow. A chain with a communication hook runs there, too: the hook may use the model's
+own group, on which the thread of training issues its collectives.
 """
 
 from __future__ import annotations
