@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from tqdm import tqdm
 
-from overlap import Join, chain
+from overlap import chain
 from overlap._checks import require_extra
 from overlap.errors import ConfigurationError
 from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
@@ -119,8 +119,6 @@ class Settings:
     images: int = TRAIN_IMAGES
     # Side of a square image, in pixels; the digits have 8.
     image_size: int = 32
-    # Ranks get different numbers of batches, and both runs train under Join.
-    uneven: bool = False
     device: str = "auto"
     output: Path = Path("overlap-demo")
 
@@ -141,12 +139,6 @@ class Settings:
             )
         return self.images // (self.batch_size * ranks)
 
-    def steps_of_rank(self, rank: int, ranks: int) -> int:
-        """How many batches one rank gets: where they are ``uneven``, each rank fewer than the one before."""
-        steps = self.steps_per_epoch(ranks)
-        fewer = max(1, steps // (2 * ranks)) if self.uneven else 0
-        return max(0, steps - rank * fewer)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `overlap demo`."""
@@ -162,7 +154,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="passes over the training images; powersgd with adamw needs 10, since gradients arrive late")  # fmt: skip
     add("--batch-size", type=_whole_number(2, TRAIN_IMAGES), default=default.batch_size, help="images on each rank")
     add("--seed", type=_whole_number(0, 2**31), default=default.seed, help="of the weights and the images' order")
-    add("--uneven", action="store_true", default=suppress, help="ranks get different numbers of batches, under Join")
     add("--images", type=_whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
     add("--image-size", type=_whole_number(8, 224), default=default.image_size, help="side in pixels")
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")
@@ -288,14 +279,10 @@ def train_and_compare(settings: Settings, device: torch.device) -> dict[str, Any
 
 def _heading(settings: Settings, ranks: int, device: torch.device) -> str:
     size, steps = settings.image_size, settings.steps_per_epoch(ranks)
-    uneven = ""
-    if settings.uneven:
-        own_steps = ", ".join(str(settings.steps_of_rank(rank, ranks)) for rank in range(ranks))
-        uneven = f"\nuneven: ranks run {own_steps} steps an epoch, under Join"
     return (
         f"ResNet-18 on {settings.images} handwritten digits of {size}x{size} pixels, optimizer {settings.optimizer}\n"
         f"ranks: {ranks} on {device.type} ({dist.get_backend()}); epochs: {settings.epochs} of {steps} steps; "
-        f"batch: {settings.batch_size} images a rank{uneven}"
+        f"batch: {settings.batch_size} images a rank"
     )
 
 
@@ -428,8 +415,8 @@ class Run:
     ddp: DistributedDataParallel
     recipe: Recipe
     scheduler: LRScheduler
-    # This rank's, of its own batch before the step; None where it had run out of batches.
-    losses: list[Tensor | None] = field(default_factory=list)
+    # This rank's, of its own batch before the step.
+    losses: list[Tensor] = field(default_factory=list)
     # Of each epoch: a clock, and its marks at the start of every step and after the last.
     marks: list[tuple[Clock, list[Any]]] = field(default_factory=list)
 
@@ -483,24 +470,12 @@ def train(runs: Sequence[Run], digits: Digits, settings: Settings) -> None:
         for epoch in range(settings.epochs):
             for run in runs:
                 progress.set_description(f"epoch {epoch + 1}/{settings.epochs}, {run.name:10}", refresh=False)
-                _train_epoch(run, digits, epoch, settings, progress)
+                _train_epoch(run, batches_of_epoch(digits, epoch, settings), progress)
     for run in runs:
         run.recipe.finish()
 
 
-def _train_epoch(run: Run, digits: Digits, epoch: int, settings: Settings, progress: tqdm[None]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    own_steps = settings.steps_of_rank(rank, ranks)
-    batches = itertools.islice(batches_of_epoch(digits, epoch, settings), own_steps)
-    if not settings.uneven:
-        _train_on(batches, run, progress)
-        return
-    with Join([run.ddp, run.recipe.optimizer, run.scheduler], lengths=own_steps) as join:
-        _train_on(join.iterate(batches), run, progress)
-    run.losses.extend([None] * (settings.steps_per_epoch(ranks) - own_steps))
-
-
-def _train_on(batches: Iterable[tuple[Tensor, Tensor]], run: Run, progress: tqdm[None]) -> None:
+def _train_epoch(run: Run, batches: Iterable[tuple[Tensor, Tensor]], progress: tqdm[None]) -> None:
     optimizer = run.recipe.optimizer
     clock = clock_for(next(run.ddp.parameters()).device)
     marks: list[Any] = []
@@ -531,12 +506,9 @@ def accuracy(run: Run, digits: Digits) -> float:
 
 def _mean_losses(run: Run) -> list[float]:
     """The loss of every step, over all ranks: one all-reduce for all of them, after the training."""
-    nothing = torch.zeros((), device=next(run.ddp.parameters()).device)
-    own = torch.stack([nothing if loss is None else loss for loss in run.losses])
-    ranks = torch.tensor([loss is not None for loss in run.losses], dtype=own.dtype, device=own.device)
-    both = torch.stack([own, ranks])
-    dist.all_reduce(both)
-    return [float(loss) for loss in both[0] / both[1]]
+    losses = torch.stack(run.losses)
+    dist.all_reduce(losses)
+    return [float(loss) for loss in losses / dist.get_world_size()]
 
 
 # The comparison ------------------------------------------------------------------------------------------------

@@ -76,7 +76,13 @@ class OverlapStrategy(DDPStrategy):
         self.optimizers: list[Any]
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        late = _late_in(trainer, has_scaler=self._scaler is not None)
+        # The trainer's use of gradients after backward, and how else a user can have it than by a deferred update.
+        late: dict[str, str] = {}
+        if clip := trainer.gradient_clip_val:
+            instead = f", or leave gradient_clip_val out and clip in the chain, clip_grad_norm={clip}"
+            late[f"gradient_clip_val={clip} clips after backward"] = instead
+        if self._scaler is not None:
+            late["precision='16-mixed' decides after backward whether to step"] = ", or 'bf16-mixed'"
         self._run = Run(self._recipe, self.model, self.optimizers, late=next(iter(late), ""))
         for what, instead in late.items():
             self._run.refuse_in_backward(what, instead)
@@ -122,19 +128,11 @@ class OverlapStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._run is not None and "optimizer_states" in checkpoint:  # Not one of weights alone.
+            module: Any = self.lightning_module
             # Slurm's signal may come anywhere, and Lightning saves there and then.
-            is_alone = self._is_interrupted or Path(filepath).name.startswith("hpc_ckpt_")
+            is_alone = module.trainer.interrupted or Path(filepath).name.startswith("hpc_ckpt_")
             checkpoint = {**checkpoint, **(self._of_this_rank_alone() if is_alone else self._remembered())}
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @property
-    def _trainer(self) -> Trainer:
-        module: Any = self.lightning_module  # Its trainer's, by now.
-        return module.trainer
-
-    @property
-    def _is_interrupted(self) -> bool:
-        return bool(self._trainer.interrupted)
 
     def _remembered(self) -> dict[str, Any]:
         assert self._run is not None
@@ -172,14 +170,3 @@ class OverlapStrategy(DDPStrategy):
         except ConfigurationError as error:
             error.add_note(f"delete checkpoint[{_KEY!r}] to start stages without their state")
             raise
-
-
-def _late_in(trainer: Trainer, *, has_scaler: bool) -> dict[str, str]:
-    """What the trainer does with gradients after backward, and what else a user can do than defer the update."""
-    late, clip = {}, trainer.gradient_clip_val
-    if clip:
-        instead = f", or leave gradient_clip_val out and clip in the chain, clip_grad_norm={clip}"
-        late[f"gradient_clip_val={clip} clips after backward"] = instead
-    if has_scaler:
-        late["precision='16-mixed' decides after backward whether to step"] = ", or 'bf16-mixed'"
-    return late
