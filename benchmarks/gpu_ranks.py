@@ -32,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu import CRASHED
 from benchmarks.measuring import MemoryMeter
 from benchmarks.models import WORKLOADS
 from benchmarks.ranks import die_with_parent
@@ -68,7 +69,7 @@ class Cell:
     host_ms: float = 0.0
     launches: int = 0
     peak_bytes: int = 0
-    status: str = "not run: out of time"
+    status: str = "not run"
 
 
 def cells(device: str) -> Iterator[Cell]:
@@ -161,11 +162,10 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     until_s = time.monotonic() + options.time_limit
+    device = torch.device("cpu")
     if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = (
-        torch.device(options.device, torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
-    )
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     found = [cell for cell in cells(options.device) if options.only in cell.row]
     for cell in found:
@@ -173,7 +173,7 @@ def main() -> None:
         dist.broadcast(verdict, 0)
         if not verdict.item():
             break
-        cell.status = "it ended the processes"
+        cell.status = CRASHED  # While it runs.
         _save(found, options.json)
         try:
             measure(cell, device)
