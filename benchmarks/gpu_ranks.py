@@ -32,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu import CRASHED
 from benchmarks.measuring import MemoryMeter
 from benchmarks.models import WORKLOADS
 from benchmarks.ranks import die_with_parent
@@ -68,7 +69,7 @@ class Cell:
     host_ms: float = 0.0
     launches: int = 0
     peak_bytes: int = 0
-    status: str = "not run: out of time"
+    status: str = "not run"
 
 
 def cells(device: str) -> Iterator[Cell]:
@@ -103,10 +104,13 @@ def measure(cell: Cell, device: torch.device) -> None:
         loss.backward()
         update.step()
 
-    try:
-        for _ in range(warm_up):
+    def repeat(times: int) -> None:
+        for _ in range(times):
             step()
-        in_row_s = _timed(lambda: [step() for _ in range(in_row)], device)[1]
+
+    try:
+        repeat(warm_up)
+        in_row_s = _timed(lambda: repeat(in_row), device)[1]
         alone_s = [_timed(step, device)[0] for _ in range(alone)]
         cell.launches = _launches(step, device)
         update.finish()
@@ -119,13 +123,13 @@ def measure(cell: Cell, device: torch.device) -> None:
 
 
 def _fully_sharded(model: nn.Module) -> nn.Module:
-    """Each layer and the rest; parameters stay gathered from forward to backward, and all but BatchNorm is in bf16."""
+    """Each block and the rest, gathered once a step, in bf16; with BatchNorm in autocast, and reduced in bf16."""
     has_norm = any(isinstance(one, nn.BatchNorm1d | nn.BatchNorm2d) for one in model.modules())
     dtype = torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=None if has_norm else dtype, reduce_dtype=dtype)
-    for layer in model.get_submodule("blocks") if hasattr(model, "blocks") else ():
-        fully_shard(layer, reshard_after_forward=False, mp_policy=policy)
-    return fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+    for module in (*getattr(model, "blocks", ()), model):
+        fully_shard(module, reshard_after_forward=False, mp_policy=policy)
+    return model
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
@@ -158,11 +162,10 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     until_s = time.monotonic() + options.time_limit
+    device = torch.device("cpu")
     if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = (
-        torch.device(options.device, torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
-    )
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     found = [cell for cell in cells(options.device) if options.only in cell.row]
     for cell in found:
@@ -170,7 +173,7 @@ def main() -> None:
         dist.broadcast(verdict, 0)
         if not verdict.item():
             break
-        cell.status = "it ended the processes"
+        cell.status = CRASHED  # While it runs.
         _save(found, options.json)
         try:
             measure(cell, device)

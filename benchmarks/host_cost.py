@@ -32,7 +32,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import overlap
 from benchmarks.pages import in_columns
 from benchmarks.recipes import Maker, Recipe, Update, plain, sharded, stepped, stepped_by_loop
-from overlap import AllReduce, Cast, Int8, PowerSGD, Quantize, Stage, chain
+from overlap import (
+    AllReduce,
+    Cast,
+    ClipGradNorm,
+    Int4,
+    Int8,
+    OverlappedOptimizer,
+    PowerSGD,
+    Quantize,
+    SkipNonFinite,
+    Stage,
+    Step,
+    chain,
+)  # fmt: skip
 from overlap._torch.device import DeviceStreams, streams_replaced
 from overlap.hooks.engine.registration import registration_of
 
@@ -69,11 +82,10 @@ class IdleStreams(DeviceStreams):
     def future_for(self, device: torch.device) -> torch.futures.Future[Any]:
         return torch.futures.Future()
 
-    def to_host(self, tensor: Tensor) -> Tensor:
+    def _copied(self, tensor: Tensor, *_: Any) -> Tensor:
         return tensor.clone()
 
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.clone()
+    to_host = to_device = _copied
 
 
 class Operators(TorchDispatchMode):
@@ -100,7 +112,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 
 class Layer(nn.Module):
-    """Six parameters, of five shapes: a bucket."""
+    """Six parameters, of four shapes: a bucket."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -114,6 +126,15 @@ def _reduced(make_reducer: Callable[[], Stage]) -> Recipe:
     def recipe(ddp: DistributedDataParallel, make: Maker) -> Update:
         chain(make_reducer()).register(ddp)
         return stepped_by_loop(make(ddp.parameters()))
+
+    return recipe
+
+
+def _transformed(make_transform: Callable[[], Stage]) -> Recipe:
+    def recipe(ddp: DistributedDataParallel, make: Maker) -> Update:
+        optimizer = OverlappedOptimizer(make(ddp.parameters()))
+        chain(AllReduce(), make_transform(), Step(optimizer)).register(ddp)
+        return Update(optimizers=(optimizer,))
 
     return recipe
 
@@ -140,11 +161,15 @@ METHODS: dict[str, tuple[int, Recipe]] = {
     "AllReduce, Step": (8, stepped()),
     "AllReduce, Step, deferred": (8, stepped(deferred=True)),
     "AllReduce, Step, released": (8, stepped(release_gradients=True)),
+    "AllReduce, ClipGradNorm, Step": (8, _transformed(lambda: ClipGradNorm(1.0))),
+    "AllReduce, SkipNonFinite, Step": (8, _transformed(SkipNonFinite)),
     "ZeroStep, 8 ranks": (8, sharded()),
     "ZeroStep, 64 ranks": (64, sharded()),
+    "ZeroStep, in forward": (8, sharded(gather="forward")),
     "PowerSGD(rank=4)": (8, _reduced(lambda: PowerSGD(rank=4))),
     "Quantize(Int8()), 8 ranks": (8, _reduced(lambda: Quantize(Int8()))),
     "Quantize(Int8()), 64 ranks": (64, _reduced(lambda: Quantize(Int8()))),
+    "Quantize(Int4()), feedback": (8, _reduced(lambda: Quantize(Int4(), error_feedback=True))),
 }
 
 

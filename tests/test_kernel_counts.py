@@ -7,29 +7,39 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.host_cost import METHODS, operators
+from benchmarks.host_cost import METHODS, PLAIN, operators
 
 # At most so many for a bucket of six parameters; lower a figure when a stage comes to need fewer.
 MOST_A_BUCKET = {
-    "plain DDP": 0,
+    PLAIN: 0,
     "AllReduce": 2,
     "Cast(bfloat16)": 4,
     "AllReduce, Step": 4,
     "AllReduce, Step, deferred": 2,
     "AllReduce, Step, released": 4,
+    "AllReduce, ClipGradNorm, Step": 4,
+    "AllReduce, SkipNonFinite, Step": 6,
     "ZeroStep, 8 ranks": 9,
     "ZeroStep, 64 ranks": 9,
+    "ZeroStep, in forward": 9,
     "PowerSGD(rank=4)": 139,
     "Quantize(Int8()), 8 ranks": 77,
     "Quantize(Int8()), 64 ranks": 189,
+    "Quantize(Int4()), feedback": 138,
 }
 # And so many in a step, however many buckets there are.
-MOST_A_STEP = {"AllReduce, Step, deferred": 2}
+MOST_A_STEP = {
+    "AllReduce, Step, deferred": 2,
+    "AllReduce, ClipGradNorm, Step": 8,
+    "AllReduce, SkipNonFinite, Step": 9,
+    "Quantize(Int4()), feedback": 2,
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_bucket_and_a_step_take_few_operators(method: str) -> None:
     four, eight = operators(method, 4), operators(method, 8)
     a_bucket = (eight.total() - four.total()) / 4
+    assert a_bucket >= 2 or method == PLAIN  # A collective and the division: they were seen.
     assert a_bucket <= MOST_A_BUCKET[method], {name: (count - four[name]) / 4 for name, count in eight.items()}
     assert four.total() - 4 * a_bucket <= MOST_A_STEP.get(method, 0), four
