@@ -103,7 +103,7 @@ def test_a_large_matrix_taken_in_blocks_is_the_same(options: dict[str, Any], mon
     shapes = [(33, 8), (40, 5), (7, 9)]
 
     def outputs(block_numel: int) -> list[list[Tensor]]:
-        monkeypatch.setattr("overlap.hooks.powersgd.layout._BLOCK_NUMEL", block_numel)
+        monkeypatch.setattr("overlap.hooks.powersgd.algorithm._BLOCK_NUMEL", block_numel)
         world = world_of(2, shapes, rank=2, **options)
         found = []
         for step in range(5):
@@ -119,17 +119,13 @@ def test_a_large_matrix_taken_in_blocks_is_the_same(options: dict[str, Any], mon
 
 
 @pytest.mark.parametrize("alternate", [False, True])
-def test_memory_formats_change_nothing(alternate: bool) -> None:
+def test_nothing_is_lost_in_other_memory_formats(alternate: bool) -> None:
     shapes = [(8, 4, 3, 3), (12, 8)]
-    results = []
-    for transform in (lambda tensor: tensor, _strided):
-        world = world_of(2, shapes, rank=4, alternate=alternate)
-        for step in range(4):
-            local = gradients(step, 2, shapes, torch.float32)
-            outputs = check_step(world, [[transform(tensor) for tensor in one] for one in local], 1e-5)
-        results.append([*outputs, *residuals(world)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    world = world_of(2, shapes, rank=4, alternate=alternate)
+    for step in range(4):
+        check_step(
+            world, [[_strided(tensor) for tensor in one] for one in gradients(step, 2, shapes, torch.float32)], 1e-5
+        )
 
 
 def _strided(tensor: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from overlap.hooks.powersgd.algorithm import cholesky_qr, householder
+from overlap.hooks.powersgd.algorithm import cholesky_qr, orthonormalize
 
-ALGORITHMS = {"householder": lambda rows, spare: householder(rows), "cholesky_qr": cholesky_qr}
+ALGORITHMS = {"householder": lambda rows, spare: orthonormalize(rows, lambda: spare), "cholesky_qr": cholesky_qr}
 
 
 def _rows(seed: int, count: int, rank: int, length: int, dependent: int, scale: float) -> torch.Tensor:
