@@ -24,11 +24,12 @@ from torch import Tensor
 from overlap._checks import as_number, described, told
 from overlap._torch.device import future_for
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks.collectives import Operation, all_gather
+from overlap.hooks.collectives import Operation, all_gather, all_to_all
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.wires import BFloat16, Float16, Int8, RoundingGenerator, Wire
-from overlap.hooks.wires.exchange import QuantizedSum, sum_in_order, swap
+from overlap.hooks.wires.exchange import QuantizedSum, sum_in_order
 from overlap.ranks.board import agree
+from overlap.ranks.machines import levels_of
 
 __all__ = ["DQuantType", "auto_quantize"]
 
@@ -313,7 +314,7 @@ class _Exchange:
         messages = self._messages(inputs)
         received = [messages[0].new_empty(self._message_bytes(output.numel())) for output in outputs]
         received[self.group.rank()] = messages[self.group.rank()]
-        await swap(messages, received, group=self.group)
+        await all_to_all(received, messages, group=self.group)
         for message, output in zip(received, outputs, strict=True):
             self._read(message, output)
 
@@ -325,7 +326,7 @@ class _Exchange:
         own = inputs[rank].detach().reshape(-1).to(torch.float32, copy=True)
         messages = self._messages(inputs)
         received = messages[rank].new_empty(self.group.size(), codec.message_bytes)
-        await swap(messages, received, group=self.group)
+        await all_to_all(received.unbind(), messages, group=self.group)
         self._write(sum_in_order(codec, own, received, rank), output, op)
 
     async def all_reduce(self, tensor: Tensor, op: Any) -> None:
@@ -334,7 +335,8 @@ class _Exchange:
             return
         total = self._fitting(tensor.detach().reshape(-1)).to(torch.float32, copy=True)
         generator = self.rounding.of(self.group.rank(), tensor.device)
-        summed = QuantizedSum.of(total.numel(), wire=self.wire, generator=generator, group=self.group)
+        levels = levels_of(self.group, tensor.device)
+        summed = QuantizedSum.of(total.numel(), wire=self.wire, generator=generator, group=self.group, levels=levels)
         await summed(total, out=total)
         self._write(total, tensor, op)
 

@@ -275,8 +275,8 @@ class PowerIteration:
         """The mean of factors by messages of ``wire``, the same on every rank bit for bit."""
         bucket = self.bucket
         group, ranks = bucket.group, bucket.group.size()
-        generator = self.memory.generator_for(wire, group.rank(), flat.device)
-        quantized_sum = QuantizedSum.of(flat.numel(), wire=wire, generator=generator, group=group)
+        generator, levels = self.memory.generator_for(wire, group.rank(), flat.device), self.memory.levels_of(group)
+        quantized_sum = QuantizedSum.of(flat.numel(), wire=wire, generator=generator, group=group, levels=levels)
         values = flat.mul(1 / bucket.divisor).float()
         errors, mean = values.clone(), torch.empty_like(values)
         await quantized_sum(errors, out=mean)

@@ -120,6 +120,8 @@ class PowerSGD(Stage):
     def before_backward(self, *, is_replay: bool) -> None:
         # Counted here, so that ranks agree on it even if one of them fails.
         self._memory.steps += 1
+        if self.wire is not None:
+            self._memory.find_levels()
         self._compressed_buckets = 0
 
     def after_backward(self, *, failed: bool) -> str | None:

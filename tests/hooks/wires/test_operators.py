@@ -78,15 +78,15 @@ class Loopback:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coroutine[Any, Any, Any]], int]:
     """Counts the operators of a stage, whose collectives are those of this rank alone."""
 
-    def send_recv(sends: Any, receives: Any, *, group: Any, label: str) -> Loopback:
-        return Loopback((received, sent) for (received, _), (sent, _) in zip(receives, sends, strict=True))
+    def all_to_all(outputs: Any, inputs: Any, *, group: Any) -> Loopback:
+        return Loopback(zip(outputs, inputs, strict=True))
 
     def all_gather(output: torch.Tensor, input: torch.Tensor, *, group: Any) -> Loopback:
         return Loopback((part, input) for part in output.view(group.size(), -1))
 
     for module in (exchange, quantize):
         monkeypatch.setattr(module, "all_gather", all_gather)
-    monkeypatch.setattr(exchange, "send_recv", send_recv)
+    monkeypatch.setattr(exchange, "all_to_all", all_to_all)
 
     def count(coroutine: Coroutine[Any, Any, Any]) -> int:
         operators = Operators()
