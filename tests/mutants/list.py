@@ -124,7 +124,7 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/wires/numbers.py", "return values.round_()", "return values.floor_()", _CODECS
     ),
     "one value fewer is sent": Mutant(
-        "hooks/wires/sparse.py",
+        "hooks/wires/numbers.py",
         "max(1, round(self.density * chunk_numel))",
         "max(1, round(self.density * chunk_numel) - 1)",
         _CODECS,

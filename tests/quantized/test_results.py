@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -136,19 +135,16 @@ def test_loss_average_and_group() -> None:
 
 def _saturates(rank: int, ranks: int) -> None:
     tensor = torch.tensor([1e6, -1e6, 3.0, math.inf, math.nan, 6e4] if rank == 0 else [0.0] * 5 + [6e4])
-    work = auto_quantize(dist.all_reduce, DQuantType.FP16)(tensor, async_op=True)
-    with pytest.warns(RuntimeWarning, match="all_reduce: values too large") if rank == 0 else nullcontext():
-        work.wait()
+    auto_quantize(dist.all_reduce, DQuantType.FP16)(tensor)
     assert tensor[:3].tolist() == [65504.0, -65504.0, 3.0]
     assert tensor[3].isinf() and tensor[4].isnan()
     assert tensor[5].isinf(), "a sum that is too large"
     gathered = [torch.zeros(1, dtype=torch.float64) for _ in range(ranks)]
-    with pytest.warns(RuntimeWarning, match="all_gather: values too large"):
-        auto_quantize(dist.all_gather, DQuantType.BFP16)(gathered, torch.tensor([1e300], dtype=torch.float64))
+    auto_quantize(dist.all_gather, DQuantType.BFP16)(gathered, torch.tensor([1e300], dtype=torch.float64))
     assert all(one.isfinite() and one > 1e38 for one in gathered), "bfloat16 has the range of float32"
 
 
-def test_finite_values_are_saturated_with_a_warning_on_their_rank_and_others_stay_visible() -> None:
+def test_finite_values_are_saturated_and_others_stay_visible() -> None:
     run_ranks(_saturates, 2)
 
 

@@ -429,7 +429,7 @@ class FactorLayout:
         firsts = [0, *itertools.accumulate(count for count, _, _ in shapes)]
         of_batches: dict[int, _View] = {}
         alike: list[_View] = []
-        owners = [torch.empty(0, dtype=torch.int64)]
+        owners = [torch.empty(0, dtype=torch.int64, device=device)]
         end = 0
         by_length = sorted(range(len(shapes)), key=lambda index: shapes[index][1:])
         for (rank, length), indices in itertools.groupby(by_length, key=lambda index: shapes[index][1:]):
@@ -437,14 +437,15 @@ class FactorLayout:
             for index in indices:
                 of_batches[index] = (end, shapes[index])
                 end += math.prod(shapes[index])
-                owners.append(torch.arange(firsts[index], firsts[index + 1]).repeat_interleave(rank * length))
+                numbers = torch.arange(firsts[index], firsts[index + 1], device=device)
+                owners.append(numbers.repeat_interleave(rank * length))
             alike.append((start, ((end - start) // (rank * length), rank, length)))
         together = itertools.groupby(alike, key=lambda view: view[1][1] if has_streams(device) else view)
         return cls(
             is_left=is_left,
             of_batches=tuple(of_batches[index] for index in range(len(shapes))),
             groups=tuple(tuple(views) for _, views in together),
-            owners=torch.cat(owners).to(device),
+            owners=torch.cat(owners),
         )
 
 
@@ -497,8 +498,6 @@ class BucketLayout:
     right: FactorLayout
     exact: tuple[int, ...]
     """Places of the gradients that are reduced as they are."""
-    numel: int
-    """Elements of the bucket."""
 
 
 def layout_of(
@@ -526,7 +525,6 @@ def layout_of(
         left=FactorLayout.of(batches, is_left=True, device=device),
         right=FactorLayout.of(batches, is_left=False, device=device),
         exact=tuple(exact),
-        numel=sum(math.prod(shape) for shape in shapes),
     )
 
 

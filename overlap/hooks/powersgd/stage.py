@@ -158,7 +158,7 @@ class PowerSGD(Stage):
             self._memory.release(keys[place], bucket.gradients[place])
         if not layout.batches:
             await self._all_reduce(bucket)
-            return layout.numel
+            return bucket.buffer.numel()
         error_dtype = (self.error_dtype or bucket.buffer.dtype) if self.error_feedback else None
         iteration = PowerIteration(
             bucket,

@@ -36,20 +36,6 @@ def test_options_out_of_range_are_named(options: dict[str, Any], names_it: str) 
         PowerSGD(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "names_it"),
-    [
-        ({"matrix_approximation_rank": 0}, "rank.*got 0"),
-        ({"start_powerSGD_iter": -1}, "start_step.*got -1"),
-        ({"min_compression_rate": -1}, "min_compression_rate.*got -1"),
-        ({"momentum": 0.9}, "no option momentum"),
-    ],
-)
-def test_powersgdstate_refuses_the_same_options(options: dict[str, Any], names_it: str) -> None:
-    with pytest.raises(ConfigurationError, match=names_it):
-        PowerSGDState(None, **options)
-
-
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
 def test_a_hook_refuses_another_state(hook: Any) -> None:
     with pytest.raises(
@@ -73,10 +59,3 @@ def test_one_memory_serves_one_model() -> None:
     World([stage], [(4, 4)])
     with pytest.raises(ConfigurationError, match=r"registered already.*remove"):
         World([stage], [(4, 4)])
-
-
-def test_a_stage_whose_registration_is_removed_can_serve_another_model() -> None:
-    stage = PowerSGD()
-    World([stage], [(4, 4)])
-    stage.detach()
-    World([stage], [(4, 4)])

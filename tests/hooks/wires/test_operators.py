@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import run_ranks
-from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 from overlap._torch.device import streams_replaced
 from overlap.hooks import GatherQuantized, quantize
 from overlap.hooks.wires import QuantizedSum, exchange
 from overlap.hooks.wires.numbers import Affine8
-from overlap.optim.zero.exchange import Exchange
 
 from ..one_stream import OneStream
 
@@ -134,32 +131,6 @@ def test_the_operators_of_a_gather_do_not_depend_on_the_number_of_ranks(has_stre
         with _on(has_streams):
             counts[size] = alone(GatherQuantized(512)(bucket))
     assert counts[3] == counts[4] == counts[8]
-
-
-def _zero(rank: int, world_size: int, has_streams: bool) -> tuple[int, int]:
-    operators = {"_reduce_through": Operators(), "_gather_through": Operators()}
-    for name, into in operators.items():
-        original = getattr(Exchange, name)
-
-        async def counted(self: Any, *args: Any, original: Any = original, into: Any = into) -> None:
-            await Counted(original(self, *args), into)
-
-        setattr(Exchange, name, counted)
-    with _on(has_streams):
-        # Such that all of 4 or 5 ranks own as much, and the messages to them are alike.
-        model = torch.nn.Linear(128 * 8, 60, bias=False)
-        ddp = DistributedDataParallel(model)
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-        chain(ZeroStep(zero, reduce_wire=Int8(), gather_wire=Int4(), error_feedback=True)).register(ddp)
-        ddp(torch.ones(1, 128 * 8)).sum().backward()
-        zero.step()
-    return len(operators["_reduce_through"].names), len(operators["_gather_through"].names)
-
-
-@DEVICE
-def test_the_operators_of_a_sharded_update_do_not_depend_on_the_number_of_ranks(has_streams: bool) -> None:
-    of_four, of_five = (run_ranks(_zero, world_size, has_streams)[1] for world_size in (4, 5))
-    assert min(of_four) > 0 and of_five == of_four
 
 
 # Bytes -------------------------------------------------------------------------------------------------------
