@@ -16,7 +16,7 @@ from harness import UNKNOWN_BACKEND, assert_parity, run_ranks
 from overlap import BFloat16, ConfigurationError, DQuantType, Float8, Float16, Int4, Int8, TopK, auto_quantize
 
 GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
 # Largest error of one value sent, as a part of the largest value.
 ERRORS = {DQuantType.FP16: 2**-11, DQuantType.BFP16: 2**-8, DQuantType.INT8: 0.5 / 127}
 
@@ -166,7 +166,7 @@ def _bytes(rank: int, ranks: int) -> dict[str, float]:
     return shares
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [3])
 def test_an_all_reduce_sends_half_or_a_quarter_at_any_number_of_ranks(world_size: int) -> None:
     for shares in run_ranks(_bytes, world_size):
         assert shares["fp16"] == pytest.approx(0.5, rel=0.02)
@@ -217,6 +217,5 @@ def _through_wires(rank: int, ranks: int) -> None:
     assert [sparse[one].item() for one in range(ranks + 1)] == [*(one + 1.0 for one in range(ranks)), 0.0]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_wire_serves_as_type(world_size: int) -> None:
-    run_ranks(_through_wires, world_size)
+def test_any_wire_serves_as_type() -> None:
+    run_ranks(_through_wires, 2)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 from overlap._torch.device import streams_replaced
-from overlap.hooks import GatherQuantized, quantize
+from overlap.hooks import quantize
 from overlap.hooks.wires import QuantizedSum, exchange
 from overlap.hooks.wires.numbers import Affine8
 
@@ -123,16 +123,6 @@ def test_the_operators_of_a_sum_do_not_depend_on_the_number_of_ranks(
         assert counts[8] <= counts[4] <= max(counts[3], counts[4]), counts
 
 
-@DEVICE
-def test_the_operators_of_a_gather_do_not_depend_on_the_number_of_ranks(has_streams: bool, alone: Any) -> None:
-    counts = {}
-    for size in (3, 4, 8):
-        bucket: Any = SimpleNamespace(buffer=torch.randn(5000), group=_group(size), divisor=size)
-        with _on(has_streams):
-            counts[size] = alone(GatherQuantized(512)(bucket))
-    assert counts[3] == counts[4] == counts[8]
-
-
 # Bytes -------------------------------------------------------------------------------------------------------
 
 
@@ -158,21 +148,3 @@ def test_rows_are_encoded_and_decoded_as_one_by_one(wire: Wire, has_streams: boo
         for message, row in zip(expected, decoded, strict=True):
             codec.decode(message, one)
             assert torch.equal(row, one)
-
-
-@WIRES
-def test_messages_are_added_in_their_order(wire: Wire) -> None:
-    for numel, count in ((5, 7), (4099, 5), (70_001, 9), (300_001, 3), (9, 0), (9, 1)):
-        codec = wire.codec(numel)
-        messages = torch.zeros(count, codec.message_bytes, dtype=torch.uint8)
-        codec.encode_rows(torch.randn(count, codec.numel), messages, _generator(wire))
-        total = torch.randn(codec.numel)
-        expected = total.clone()
-        for message in messages:
-            codec.decode(message, decoded := torch.empty_like(expected))
-            expected.add_(decoded)
-        with _on(True):
-            codec.add_rows(messages, on_device := total.clone())
-        assert torch.allclose(on_device, expected, atol=1e-5)
-        codec.add_rows(messages, total)
-        assert torch.equal(total, expected), numel
