@@ -227,9 +227,9 @@ class GroupChannel:
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
         """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
-        rank, nothing = self.rank(), inputs[self.rank()].new_empty(0)
-        lists = [[nothing if at == rank else tensor for at, tensor in enumerate(some)] for some in (outputs, inputs)]
-        return [dist.all_to_all(*lists, group=self._group, async_op=True)]
+        received, sent = list(outputs), list(inputs)
+        received[self.rank()] = sent[self.rank()] = sent[0].new_empty(0)
+        return [dist.all_to_all(received, sent, group=self._group, async_op=True)]
 
     def add_messages(
         self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int

@@ -24,10 +24,10 @@ __all__ = ["QuantizedSum", "sum_in_order", "swap"]
 
 
 async def swap(
-    sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist.ProcessGroup, label: str = "send_recv"
+    sent: Sequence[Tensor], received: Sequence[Tensor] | Tensor, *, group: dist.ProcessGroup, label: str
 ) -> None:
     """As :func:`all_to_all`."""
-    await all_to_all(received, sent, group=group, label=label)
+    await all_to_all(list(received), sent, group=group, label=label)
 
 
 def sum_in_order(codec: Codec, own: Tensor, received: Tensor, rank: int) -> Tensor:
