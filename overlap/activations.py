@@ -134,8 +134,9 @@ def checkpoint_wrapper(
             of ``torch.utils.checkpoint.checkpoint``.
 
     Raises:
-        ConfigurationError: ``module`` is not a module with a ``forward``, is wrapped already, or an option is bad.
-        UnsupportedError: ``module`` has been compiled or scripted, has DDP in it, or is lazy and was never called.
+        ConfigurationError: ``module`` is not a module, or an option is bad.
+        UnsupportedError: ``module`` has no ``forward`` of its class, is wrapped already, has been compiled or scripted,
+            has DDP in it, or is lazy and was never called.
 
     >>> isinstance(checkpoint_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear)
     True
@@ -242,16 +243,14 @@ def _shared_module(module: _Module, kind: Any, options: Any) -> _Module:
         "has parameters without a shape; call it once and wrap it then": is_lazy,
         "has DistributedDataParallel in it; wrap parts of the model first, DDP last": has_ddp,
         "is scripted; wrap the module that it was made from": isinstance(module, torch.jit.ScriptModule),
-    }
-    wrong = {
         "has been wrapped before; wrap it once": isinstance(module, kind),
         "has no forward; wrap the modules in it": not _has_forward(module),
-        "has a forward on the instance, which would be called in place of the wrapper's; wrap the module first, or "
-        "override forward in a subclass": "forward" in module.__dict__,
+        "has a forward on the instance, which would be called in place of the wrapper's; override it in a subclass": (
+            "forward" in module.__dict__
+        ),
     }
-    for error, cases in ((UnsupportedError, unsupported), (ConfigurationError, wrong)):
-        for reason in (words for words, is_so in cases.items() if is_so):
-            raise error(f"{type(module).__name__} {reason}")
+    for reason in (words for words, is_so in unsupported.items() if is_so):
+        raise UnsupportedError(f"{type(module).__name__} {reason}")
     return _share(module, kind, options)
 
 

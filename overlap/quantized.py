@@ -10,10 +10,9 @@ import enum
 import functools
 import inspect
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +23,12 @@ from torch import Tensor
 from overlap._checks import as_number, described, told
 from overlap._torch.device import future_for
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks.collectives import Operation, all_gather
+from overlap.hooks.collectives import Operation, all_gather, all_to_all
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.wires import BFloat16, Float16, Int8, RoundingGenerator, Wire
-from overlap.hooks.wires.exchange import QuantizedSum, sum_in_order, swap
+from overlap.hooks.wires.exchange import QuantizedSum, sum_in_order
 from overlap.ranks.board import agree
+from overlap.ranks.machines import levels_of
 
 __all__ = ["DQuantType", "auto_quantize"]
 
@@ -68,8 +68,7 @@ def auto_quantize(
 
     Values that ``qtype`` holds arrive unchanged. Sums are taken in fp32 of the values that were sent; an all-reduce
     sends its results quantized, too, and is equal in every bit on all ranks. Finite values that are too large for
-    ``qtype`` are saturated, with a ``RuntimeWarning`` where the results are waited for (on CUDA the host waits for
-    that); a sum that is too large becomes infinite.
+    ``qtype`` are saturated, as by PyTorch's; a sum that is too large becomes infinite.
 
     Args:
         collective: ``all_gather``, ``all_gather_into_tensor``, ``all_to_all``, ``all_to_all_single``, ``all_reduce``,
@@ -128,7 +127,7 @@ def auto_quantize(
             if outputs[0].device.type == "cpu" and call not in known:
                 agree(group, f"call a quantized {call}")
                 known.add(call)
-            work = _Work(coroutine, exchange, outputs, name, used)
+            work = _Work(coroutine, group, outputs, used)
         finally:
             coroutine.close()
         if async_op:
@@ -297,8 +296,6 @@ class _Exchange:
     rounding: RoundingGenerator
     loss: float | None
     """Results are divided by it."""
-    saturated: list[Tensor] = field(default_factory=list)
-    """Whether values were saturated, a ``bool`` of shape ``()`` for each encoding."""
 
     async def all_gather(self, outputs: Sequence[Tensor], input: Tensor) -> None:
         """Each rank's ``input`` into ``outputs``, by rank."""
@@ -313,7 +310,7 @@ class _Exchange:
         messages = self._messages(inputs)
         received = [messages[0].new_empty(self._message_bytes(output.numel())) for output in outputs]
         received[self.group.rank()] = messages[self.group.rank()]
-        await swap(messages, received, group=self.group)
+        await all_to_all(received, messages, group=self.group)
         for message, output in zip(received, outputs, strict=True):
             self._read(message, output)
 
@@ -325,7 +322,7 @@ class _Exchange:
         own = inputs[rank].detach().reshape(-1).to(torch.float32, copy=True)
         messages = self._messages(inputs)
         received = messages[rank].new_empty(self.group.size(), codec.message_bytes)
-        await swap(messages, received, group=self.group)
+        await all_to_all(received.unbind(), messages, group=self.group)
         self._write(sum_in_order(codec, own, received, rank), output, op)
 
     async def all_reduce(self, tensor: Tensor, op: Any) -> None:
@@ -334,7 +331,8 @@ class _Exchange:
             return
         total = self._fitting(tensor.detach().reshape(-1)).to(torch.float32, copy=True)
         generator = self.rounding.of(self.group.rank(), tensor.device)
-        summed = QuantizedSum.of(total.numel(), wire=self.wire, generator=generator, group=self.group)
+        levels = levels_of(self.group, tensor.device)
+        summed = QuantizedSum.of(total.numel(), wire=self.wire, generator=generator, group=self.group, levels=levels)
         await summed(total, out=total)
         self._write(total, tensor, op)
 
@@ -362,9 +360,7 @@ class _Exchange:
             return values
         # Half precision does not hold the largest number of every wire.
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        fitting = torch.where(wide.isinf(), wide, wide.clamp(-largest, largest))
-        self.saturated.append(((fitting != wide) & ~wide.isnan()).any())
-        return fitting
+        return torch.where(wide.isinf(), wide, wide.clamp(-largest, largest))
 
     def _read(self, message: Tensor, output: Tensor) -> None:
         if output.numel():
@@ -387,9 +383,8 @@ class _Work:
 
     Args:
         collective: is run here.
-        exchange: the call that it is of.
+        group: that it is on.
         outputs: the tensors that it fills.
-        name: of the collective, for warnings.
         used: tensors that must keep their memory until it is done; a caller may drop them at once.
 
     Raises:
@@ -399,33 +394,23 @@ class _Work:
     def __init__(
         self,
         collective: Coroutine[Operation, Any, None],
-        exchange: _Exchange,
+        group: dist.ProcessGroup,
         outputs: Sequence[Tensor],
-        name: str,
         used: object,
     ) -> None:
         device = outputs[0].device
-        self._name, self._saturated = name, exchange.saturated
         self._used = used
         self._future: torch.futures.Future[list[Tensor]] = future_for(device)
-        executor = executor_for(exchange.group, device)
+        executor = executor_for(group, device)
         executor.begin()
         with executor.scope(), torch.no_grad():
             _drive(collective, executor)
             self._future.set_result(list(outputs))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the results are there; on CUDA, when the current stream will wait for them.
-
-        Warns:
-            RuntimeWarning: this rank saturated a value; to find that out, the host waits for a CUDA device.
-        """
+        """Return when the results are there; on CUDA, when the current stream will wait for them."""
         self._future.wait()
         self._used = ()
-        saturated, self._saturated = self._saturated, []
-        if any(bool(flag) for flag in saturated):
-            message = f"{self._name}: values too large for the type that is sent were saturated"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
         return True
 
     def is_completed(self) -> bool:

@@ -159,12 +159,8 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     "Cast, a name": (lambda of: Cast("bf16"), "a floating-point torch.dtype such as torch.bfloat16, got 'bf16'"),
     "Cast, a wire": (lambda of: Cast(Int8()), r"got Int8\(\); Quantize\(Int8\(\)\) sends a wire"),
     "PowerSGD, PyTorch's names": (
-        lambda of: PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=10, use_error_feedback=True),
-        r"write PowerSGD\(rank=4, start_step=10, error_feedback=True\), or .*powerSGD_hook with .*PowerSGDState\(None,",
-    ),
-    "PowerSGD, an option that only PyTorch's has": (
-        lambda of: PowerSGD(rank=2, process_group=None, batch_tensors_with_same_shape=True),
-        r"process_group and batch_tensors_with_same_shape are .*PowerSGDState\(None, batch_tensors_with_same_shape=T",
+        lambda of: PowerSGD(matrix_approximation_rank=4, process_group=None),
+        r"powerSGD_hook, overlap\.PowerSGDState\(None, matrix_approximation_rank=4, process_group=None",
     ),
     "OverlappedOptimizer, a class and options": (
         lambda of: OverlappedOptimizer(torch.optim.AdamW, lr=1e-3),

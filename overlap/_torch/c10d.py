@@ -221,6 +221,16 @@ class GroupChannel:
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
+    def has_all_to_all(self, device: torch.device) -> bool:
+        """Whether :meth:`all_to_all` takes tensors of any lengths on ``device``."""
+        return backend_name(self._group, device) == "nccl"
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+        """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
+        received, sent = list(outputs), list(inputs)
+        received[self.rank()] = sent[self.rank()] = sent[0].new_empty(0)
+        return [dist.all_to_all(received, sent, group=self._group, async_op=True)]
+
     def add_messages(
         self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
     ) -> list[Any]:
@@ -321,6 +331,12 @@ class GlooChannel:
         works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
         return [_Messages(works, self._waiter)] if works else []
+
+    def has_all_to_all(self, device: torch.device) -> bool:
+        return False
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+        raise NotImplementedError("Gloo's takes one tensor: send messages")
 
     def add_messages(
         self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int

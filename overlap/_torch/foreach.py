@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,7 +50,7 @@ def all_finite(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     smallest, largest = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-    return smallest.isfinite() & largest.isfinite()
+    return (smallest > -math.inf) & (largest < math.inf)  # False for NaN, too.
 
 
 class LargestElements:

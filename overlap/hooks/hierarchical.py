@@ -24,12 +24,13 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import HookStage, as_stage
 from overlap.hooks.bucket import Bucket, BucketView
 from overlap.hooks.collectives import all_gather, reduce_scatter
-from overlap.hooks.post_local_sgd import PostLocal, check_is_whole_job, own_subgroup, ranks_by_machine
+from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.powersgd import PowerSGD
 from overlap.hooks.reducers import AllReduce, Cast
 from overlap.hooks.route import Route
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
+from overlap.ranks.machines import Levels, check_is_whole_job, ranks_by_machine
 
 __all__ = ["Hierarchical"]
 
@@ -61,8 +62,8 @@ class Hierarchical(StageOfOneModel):
             with one host name are on one machine.
 
     Communication, per bucket of ``N`` elements: within the machine a reduce-scatter and an all-gather, in which a rank
-    sends ``2 N (L-1)/L`` elements; between machines that of ``outer`` for ``N/L`` elements. When it is registered, a
-    gather of host names; before the first pass, groups are made. Changes: ``bucket.buffer``. Memory: one bucket.
+    sends ``2 N (L-1)/L`` elements; between machines that of ``outer`` for ``N/L`` elements. When it is registered,
+    host names are compared; before the first pass, groups are made. Changes: ``bucket.buffer``. Memory: one bucket.
 
     Raises:
         ConfigurationError: ``inner`` is another reducer, or ``outer`` is not one or cannot work on parts; when it is
@@ -84,15 +85,13 @@ class Hierarchical(StageOfOneModel):
         self.children = (self.inner, self.outer)
         self._machines: list[list[int]] = []
         """The ranks of each machine."""
-        self._inside: dist.ProcessGroup | None = None
-        """The ranks of this machine; ``None`` before the first pass, and on one machine."""
-        self._between: dist.ProcessGroup | None = None
-        """The ranks that have the same part, one on every machine."""
+        self._levels: Levels | None = None
+        """``None`` before the first pass, and on one machine."""
 
     def attach(self, context: StageContext) -> None:
         machines = self._machines if self.context is not None else _machines_of(context.group, size=self.machine_size)
         if machines != self._machines:
-            self._machines, self._inside, self._between = machines, None, None
+            self._machines, self._levels = machines, None
         super().attach(context)
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
@@ -107,11 +106,10 @@ class Hierarchical(StageOfOneModel):
 
     def before_backward(self, *, is_replay: bool) -> None:
         # Here and not at registration, where ranks have not been found to have the same stages yet.
-        if self._inside is None and len(self._machines) > 1:
+        if self._levels is None and len(self._machines) > 1:
             assert self.context is not None, "a stage is attached before its first pass"
             timeout = group_timeout(self.context.group, self.context.device)
-            self._inside = own_subgroup(self._machines, timeout=timeout)
-            self._between = own_subgroup([list(ranks) for ranks in zip(*self._machines, strict=True)], timeout=timeout)
+            self._levels = Levels.of(self._machines, timeout=timeout)
 
     @property
     def _rows(self) -> int:
@@ -120,8 +118,8 @@ class Hierarchical(StageOfOneModel):
 
     async def __call__(self, bucket: Bucket) -> None:
         assert self.context is not None, "a stage is attached before its first pass"
-        inside, between, ranks = self._inside, self._between, self.context.group.size()
-        if inside is None or between is None or bucket.group.size() != ranks or bucket.buffer.numel() == 0:
+        levels, ranks = self._levels, self.context.group.size()
+        if levels is None or bucket.group.size() != ranks or bucket.buffer.numel() == 0:
             await self.inner(bucket)
             return
         buffer = torch.view_as_real(bucket.buffer).view(-1) if bucket.buffer.is_complex() else bucket.buffer
@@ -132,15 +130,15 @@ class Hierarchical(StageOfOneModel):
         in_bucket, in_rows = _same_elements(buffer, whole, rows, parts)
         buffer.mul_(1 / bucket.divisor)  # As in DDP, each rank divides before the sum.
         copy_all(in_rows, in_bucket)
-        own = rows[inside.rank()]
+        own = rows[levels.inside.rank()]
         if self._rows > 1:
-            await reduce_scatter(own, rows.view(-1), group=inside)
+            await reduce_scatter(own, rows.view(-1), group=levels.inside)
         own_part = own[:numel].to(buffer.dtype)
-        await self.outer(replace(bucket, buffer=own_part, raw=None, views=parts, group=between, divisor=1))
+        await self.outer(replace(bucket, buffer=own_part, raw=None, views=parts, group=levels.between, divisor=1))
         if own_part.dtype != own.dtype:
             own[:numel].copy_(own_part)
         if self._rows > 1:
-            await all_gather(rows.view(-1), own, group=inside)
+            await all_gather(rows.view(-1), own, group=levels.inside)
         copy_all(in_bucket, in_rows)
         # Other ranks of the machine may have a part that is not finite.
         for stage in walk(self.outer):
@@ -247,7 +245,7 @@ def _same_elements(flat: Tensor, whole: _Views, rows: Tensor, parts: _Views) -> 
 def _machines_of(group: dist.ProcessGroup, *, size: int | None) -> list[list[int]]:
     """The ranks of ``group`` on each machine, ``size`` of them; where ``None``, by host name.
 
-    Communication: with ``size=None`` one gather of host names on ``group``.
+    Communication: with ``size=None`` host names are compared through the group's store.
 
     Raises:
         ConfigurationError: ``group`` lacks ranks of the job, or machines have different numbers of ranks; on every rank

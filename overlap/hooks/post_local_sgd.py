@@ -7,10 +7,8 @@ parameters, is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,23 +16,20 @@ import torch.distributed as dist
 
 from overlap._checks import check_flag, check_group, check_whole_number, described, told
 from overlap._torch import classes
-from overlap._torch.c10d import GradBucket, group_timeout, priority_options
+from overlap._torch.c10d import GradBucket, group_timeout
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook, as_stage
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage, StageContext
 from overlap.join.participation import refuse_sample_weights
-from overlap.ranks.collectives import of_all_ranks
+from overlap.ranks.machines import check_is_whole_job, own_subgroup, ranks_by_machine
 
 __all__ = [
     "PostLocal",
     "PostLocalSGDState",
-    "check_is_whole_job",
     "check_subgroup",
-    "own_subgroup",
     "post_localSGD_hook",
-    "ranks_by_machine",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -230,30 +225,3 @@ def check_subgroup(subgroup: object, group: dist.ProcessGroup | None = None) -> 
         return
     if strangers := sorted(set(dist.get_process_group_ranks(subgroup)) - set(dist.get_process_group_ranks(group))):
         raise ConfigurationError(f"ranks {strangers} of the subgroup are not in the model's process group")
-
-
-def check_is_whole_job(group: dist.ProcessGroup, *, remedy: str) -> None:
-    """Raises: ConfigurationError: ``group`` lacks ranks of the job, which must make groups together."""
-    if group.size() != dist.get_world_size():
-        raise ConfigurationError(
-            "the group of a machine's ranks can only be made by all ranks of the job, and this process group has "
-            f"{group.size()} of {dist.get_world_size()}; {remedy}"
-        )
-
-
-def ranks_by_machine(group: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of ``group`` on each machine, in the order of the group; the same on every rank.
-
-    Communication: one gather of host names on ``group``.
-    """
-    hosts = of_all_ranks(socket.gethostname(), group)
-    ranks = dist.get_process_group_ranks(group)
-    return [[rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)]
-
-
-def own_subgroup(members: list[list[int]], *, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of those ``members`` that this rank is one of; all ranks of the job make all of the groups together."""
-    mine: dist.ProcessGroup | None
-    mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=priority_options(timeout))
-    assert mine is not None, "every rank is in one of them"
-    return mine

@@ -29,15 +29,21 @@ class Quantize(Stage):
     other rank plus the wire's for the sum; with one rank nothing is rounded. If a gradient is not finite, neither are
     some of the results, so that ``GradScaler`` sees it.
 
+    A job on several machines, by host name, with as many ranks on each, does this between machines: gradients are first
+    summed in fp32 within a machine, each rank its part of them (see :class:`Hierarchical`), and gathered there at the
+    end. So a machine sends as much as one rank would. Not where the model's process group lacks ranks of the job.
+
     Args:
         wire: the format, :class:`Int8` by default.
         error_feedback: whether to add a step's rounding errors to the next step's gradients; takes one fp32 copy of the
             gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
             rank. Needs the parameters' names, which a hook registered with DDP itself does not know.
 
-    Communication: a send and a receive with every other rank, then an all-gather, both of ``N/W`` encoded values.
-    Changes: ``bucket.buffer``. Memory: twice the bucket's messages; an fp32 copy of a bucket of another dtype; on an
-    accelerator about another fp32 copy while it is encoded or decoded.
+    Communication: a send and a receive with every other rank (on NCCL one all-to-all), then an all-gather, both of
+    ``N/W`` encoded values; on several machines these between them, and within each a reduce-scatter and an all-gather
+    in fp32. Before the first pass host names are compared, and groups are made. Changes: ``bucket.buffer``. Memory:
+    twice the bucket's messages; an fp32 copy of a bucket of another dtype; on an accelerator about another fp32 copy
+    while it is encoded or decoded.
 
     Raises:
         ConfigurationError: ``wire`` is not a wire.
@@ -71,6 +77,7 @@ class Quantize(Stage):
 
     def before_backward(self, *, is_replay: bool) -> None:
         self._memory.begin()
+        self._memory.find_levels()
 
     def note_result(self, result: Tensor) -> None:
         if (feedback := self._memory.feedback) is not None:
@@ -103,7 +110,8 @@ class Quantize(Stage):
     async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
         """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
         generator = self._memory.generator_for(self.wire, bucket.group.rank(), values.device)
-        exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=bucket.group)
+        group, levels = bucket.group, self._memory.levels_of(bucket.group)
+        exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=group, levels=levels)
         await exchange(values, out=out)
 
     def state_dict(self) -> dict[str, Any]:

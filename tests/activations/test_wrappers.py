@@ -81,7 +81,7 @@ def test_apply_wraps_a_module_once_wherever_it_is() -> None:
     assert apply_activation_checkpointing(model, lambda module: isinstance(module, nn.Linear)) == 1
     assert model["first"] is model["second"] is model["list"][0][0]
     assert isinstance(model["first"], Checkpointed) and list(model.state_dict()) == keys
-    with pytest.raises(ConfigurationError, match="wrap it once"):
+    with pytest.raises(UnsupportedError, match="wrap it once"):
         apply_activation_checkpointing(model)
     with pytest.raises(ConfigurationError, match="the wrapper is given by name, checkpoint_wrapper_fn"):
         apply_activation_checkpointing(nn.Sequential(nn.ReLU()), checkpoint_wrapper)  # type: ignore[arg-type]
@@ -101,8 +101,8 @@ def _compiled() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no module": (lambda: torch.relu, ConfigurationError, "is not an nn.Module"),
-    "no forward": (nn.ModuleList, ConfigurationError, "ModuleList has no forward; wrap the modules in it"),
-    "its own forward": (_patched, ConfigurationError, "ReLU has a forward on the instance"),
+    "no forward": (nn.ModuleList, UnsupportedError, "ModuleList has no forward; wrap the modules in it"),
+    "its own forward": (_patched, UnsupportedError, "ReLU has a forward on the instance"),
     "lazy": (lambda: nn.LazyLinear(2), UnsupportedError, "LazyLinear has parameters without a shape; call it once"),
     "compiled": (_compiled, UnsupportedError, "wrap the module first and compile it then"),
     "compiled outside": (lambda: torch.compile(nn.ReLU(), backend="eager"), UnsupportedError, "has been compiled"),

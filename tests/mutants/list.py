@@ -124,7 +124,7 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/wires/numbers.py", "return values.round_()", "return values.floor_()", _CODECS
     ),
     "one value fewer is sent": Mutant(
-        "hooks/wires/sparse.py",
+        "hooks/wires/numbers.py",
         "max(1, round(self.density * chunk_numel))",
         "max(1, round(self.density * chunk_numel) - 1)",
         _CODECS,
@@ -132,7 +132,7 @@ MUTANTS: dict[str, Mutant] = {
     # PowerSGD.
     "the basis is not orthogonal": Mutant(
         "hooks/powersgd/algorithm.py",
-        "rows.copy_(orthonormalize(rows, functools.partial(self._random, *rows.shape[1:])))",
+        "factors.change(lambda rows, group: orthonormalize(rows, functools.partial(self._spare, group)))",
         "pass",
         _POWERSGD,
     ),
@@ -143,7 +143,7 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/powersgd/test_torch_parity.py -k outputs",
     ),
     "the residual is not added": Mutant(
-        "hooks/powersgd/layout.py", "add_all(self._gradients, self._residuals)", "pass", _POWERSGD
+        "hooks/powersgd/algorithm.py", "add_all(self._gradients, self._residuals)", "pass", _POWERSGD
     ),
     "factors are not averaged": Mutant(
         "hooks/powersgd/algorithm.py",
@@ -152,7 +152,7 @@ MUTANTS: dict[str, Mutant] = {
         f"{_POWERSGD} -k suffices",
     ),
     "small matrices are compressed": Mutant(
-        "hooks/powersgd/layout.py",
+        "hooks/powersgd/algorithm.py",
         "(rows + cols) * rank * min_compression_rate < rows * cols",
         "(rows + cols) * min_compression_rate < rows * cols",
         "hooks/powersgd/test_layout.py",

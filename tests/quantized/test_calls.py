@@ -71,13 +71,12 @@ def _every_collective(make: Callable[[int], Tensor], kind: DQuantType, rank: int
 
 
 def _every_shape(rank: int, ranks: int) -> None:
-    for kind in DQuantType:
-        for name, make in MAKE.items():
-            try:
-                _every_collective(make, kind, rank, ranks)
-            except Exception as error:
-                error.add_note(f"{name} as {kind}")
-                raise
+    for name, make in MAKE.items():
+        try:
+            _every_collective(make, DQuantType.INT8, rank, ranks)
+        except Exception as error:
+            error.add_note(name)
+            raise
 
 
 def test_every_collective_takes_tensors_of_every_shape() -> None:

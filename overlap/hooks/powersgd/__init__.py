@@ -1,8 +1,7 @@
 """PowerSGD: gradients sent as factors of low rank.
 
-``algorithm`` is the arithmetic of one bucket, as in the paper. ``layout`` has the matrices of a bucket and where their
-factors are stored. ``memory`` lasts from step to step and is saved. ``stage`` has :class:`PowerSGD`, ``torch_names``
-PyTorch's names.
+``algorithm`` is the arithmetic of one bucket, as in the paper. ``memory`` lasts from step to step and is saved.
+``stage`` has :class:`PowerSGD`, ``torch_names`` PyTorch's names.
 """
 
 from overlap.hooks.powersgd.stage import PowerSGD

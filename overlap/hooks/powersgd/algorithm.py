@@ -12,7 +12,8 @@ One step of subspace iteration on the mean over ranks of M = gradient + residual
 
 The alternating form, ACP-SGD (Zhang et al., ICDCS 2023), computes only one of the two per step, with the other one,
 orthogonalized, from the step before as the basis: one all-reduce instead of two. The code calls P left factors and Q
-right ones, and stores both transposed, ``(rank, length)``.
+right ones, and stores both transposed, ``(rank, length)``: products with a matrix are then several times faster on a
+CPU.
 
 [Note: the residual of a rank]
 
@@ -21,13 +22,26 @@ so with ``divisor * output`` the residuals add up over ranks to the sum of all i
 rank's residual can grow because of the others: it is at most its own M without the part in the basis. A rank that has
 joined continues with a gradient of zero, until its residual is delivered.
 
-[Note: the part of a rank]
+With a wire, or in half precision, its own coefficients are those that arrive: its factors less its rounding errors, in
+its messages and in the sum of the values that it owns. So these errors stay in the residual, too, and are delivered
+later. Rounding errors in a factor that becomes the basis are not lost gradients: any basis will do, as long as all
+ranks have the same.
 
-With a wire, a rank's part in the sum is its factors less its rounding errors, in its messages and in the sum of the
-values that it owns. These parts add up over ranks to the mean that all decode, but for fp32's own rounding. So a rank's
-residual is its matrix minus the basis times *its part*: the wire's errors in coefficients stay in the residual together
-with the error of the basis, and are delivered later. Rounding to half precision is treated alike. Rounding errors in a
-factor that becomes the basis are not lost gradients: any basis will do, as long as all ranks have the same.
+[Note: layout of factors]
+
+Matrices of one shape are a batch and are multiplied by one kernel. All left factors of a bucket are stored in one flat
+tensor and all right ones in another, sorted so that a batch and all factors of one rank and length are each one view
+``(count, rank, length)`` of it, and the flat tensor is sent as it is. A group of factors is orthonormalized at once: on
+a CPU those of one rank and length; on accelerators, where launching kernels takes longest, all of one rank, the shorter
+ones filled up with zeros, which change neither products nor lengths. A layout follows from shapes and options alone, so
+it is the same on every rank.
+
+[Note: where the gradient plus its residual is computed]
+
+M is computed in the gradient's own memory: the bucket is overwritten by the output in the end anyway, and the residual
+stays as it was until the step is known to be finite. So one matrix in the bucket's own precision takes no workspace.
+For several of one shape, or half precision, which is computed in ``float32``, a copy is made for each product and
+dropped before the stage waits for a collective: workspace never exceeds the bucket that is being compressed.
 """
 
 from __future__ import annotations
@@ -35,24 +49,35 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
-from overlap._torch.foreach import all_finite, copy_all
+from overlap._torch.foreach import add_all, all_finite, copy_all, norms
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.powersgd.layout import BucketLayout, FactorLayout, Factors, Matrices, columns_by_shape
 from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.wires import QuantizedSum, Wire
+from overlap.hooks.wires.feedback import within_range
 
-__all__ = ["PowerIteration", "cholesky_qr", "householder", "orthonormalize", "random_directions"]
+__all__ = ["BucketLayout", "PowerIteration", "cholesky_qr", "layout_of", "orthonormalize", "random_directions"]
 
-_Finite = list[Tensor] | None
-"""Of each batch, which of its matrices are finite on all ranks, shape ``(count,)``; ``None``: all matrices are."""
+# Elements of a block of rows that stays in a CPU's cache from one kernel to the next.
+_BLOCK_NUMEL = 200 * 1024
+# A product that sums over rows copies them into another order first, which is to stay in the cache, too.
+_SUMMED_ROWS = 16
+# Two products are written over a block of rows that is read.
+_FINISHED_ROWS = 32
+# On a CPU, copying larger matrices together takes longer than one more kernel.
+_CPU_BATCH_NUMEL = 16 * 1024
+
+_Finite = Tensor | None
+"""Which matrices are finite on all ranks, shape ``(matrices,)`` in the order of batches; ``None``: all are."""
 
 
 class PowerIteration:
@@ -108,31 +133,22 @@ class PowerIteration:
         p = await self._mean(own_p, with_exact=True)
         is_finite = self._zero_non_finite(p)
         self._orthonormalize(p)
-        own_q = self._transposed_times(p)  # Q = M^T P
+        own_q = self._times(p)  # Q = M^T P
         q = await self._mean(own_q)
         is_finite = self._zero_non_finite(q, is_finite)
         self._decompress((p, own_q), (p, q), is_finite)  # output = P Q^T
         self._keep(q, is_finite, before=q_before)
 
-    async def left_factors(self) -> None:
-        """ACP-SGD, every other step: one all-reduce, of P; the basis is the Q of the step before."""
-        q = self._start(self.layout.right)
-        self._orthonormalize(q)
-        own_p = self._times(q)  # P = M Q
-        p = await self._mean(own_p, with_exact=True)
-        is_finite = self._zero_non_finite(p)
-        self._decompress((own_p, q), (p, q), is_finite)  # output = P Q^T
-        self._keep(p, is_finite)
-
-    async def right_factors(self) -> None:
-        """ACP-SGD, the steps between: one all-reduce, of Q; the basis is the P of the step before."""
-        p = self._start(self.layout.left)
-        self._orthonormalize(p)
-        own_q = self._transposed_times(p)  # Q = M^T P
-        q = await self._mean(own_q, with_exact=True)
-        is_finite = self._zero_non_finite(q)
-        self._decompress((p, own_q), (p, q), is_finite)  # output = P Q^T
-        self._keep(q, is_finite)
+    async def one_factor(self, *, is_left: bool) -> None:
+        """ACP-SGD: one all-reduce, of P or in every other step of Q; the basis is the other of the step before."""
+        basis = self._start(self.layout.right if is_left else self.layout.left)
+        self._orthonormalize(basis)
+        own = self._times(basis)  # P = M Q or Q = M^T P
+        mean = await self._mean(own, with_exact=True)
+        is_finite = self._zero_non_finite(mean)
+        owns, means = ((own, basis), (mean, basis)) if is_left else ((basis, own), (basis, mean))
+        self._decompress(owns, means, is_finite)  # output = P Q^T
+        self._keep(mean, is_finite)
 
     def _start(self, layout: FactorLayout) -> Factors:
         """The factors of the step before; random directions where there are none.
@@ -149,17 +165,19 @@ class PowerIteration:
         for batch, of_batch in zip(self.layout.batches, factors.of_batches, strict=True):
             rank, length = of_batch.shape[1:]
             for place, factor in zip(batch.places, of_batch.unbind(), strict=True):
-                target = self._by_shape(factor, place, layout)
                 found = before.get(self.keys[place]) if self.cold_step is None else None
-                if found is not None:
-                    self._check_length(found, length, place)
                 if found is None or len(found) != rank:
-                    fresh = self._random(rank, length, step=self.cold_step) * length**-0.5
-                    target.copy_(fresh.view(target.shape))
-                if found is not None:
-                    found = hold(found)[:rank]
-                    targets.append(target[: len(found)])
-                    sources.append(found.view(targets[-1].shape))
+                    factor.copy_(self._random(rank, length, step=self.cold_step) * length**-0.5)
+                if found is None:
+                    continue
+                if found.ndim != 2 or found.shape[1] != length:
+                    raise ConfigurationError(
+                        f"the factor of parameter {self.keys[place]} has shape {tuple(found.shape)}, but here its "
+                        f"directions have {length} elements: the state comes from another model; to keep the residuals "
+                        "and start new factors, load it with state['factors'] = {}"
+                    )
+                sources.append(hold(found)[:rank])
+                targets.append(factor[: len(sources[-1])])
         copy_all(targets, sources)
         return factors
 
@@ -167,17 +185,15 @@ class PowerIteration:
         """Keep the mean factors for the next step, those ``before`` (if given) of matrices that were not finite."""
         if self.cold_step is not None:
             return
+        self._normalize(mean)
         # A copy: the factors would otherwise keep all that was sent with them alive.
-        kept = Factors(mean.layout, mean.flat.clone())
-        self._normalize(kept)
+        flat = mean.flat.clone() if is_finite is None or before is None else mean.where(is_finite, before.flat)
         here, there = self.memory.left, self.memory.right
         if not mean.layout.is_left:
             here, there = there, here
-        for index, (batch, of_batch) in enumerate(zip(self.layout.batches, kept.of_batches, strict=True)):
-            if is_finite is not None and before is not None:
-                of_batch.copy_(torch.where(is_finite[index][:, None, None], of_batch, before.of_batches[index]))
+        for batch, of_batch in zip(self.layout.batches, Factors(mean.layout, flat).of_batches, strict=True):
             for place, factor in zip(batch.places, of_batch.unbind(), strict=True):
-                here[self.keys[place]] = self._by_shape(factor, place, kept.layout).reshape(factor.shape)
+                here[self.keys[place]] = factor
                 there.pop(self.keys[place], None)
 
     def _normalize(self, factors: Factors) -> None:
@@ -187,35 +203,37 @@ class PowerIteration:
         when the gradient had a smaller rank than the factor; a random one can find a direction of a later gradient.
         """
         tiny = 8 * torch.finfo(self.dtype).eps
-        for rows in factors.alike:
+
+        def normalized(rows: Tensor, group: _Group) -> Tensor:
             lengths = _length(rows)
             is_there = lengths > tiny * lengths.amax(dim=1, keepdim=True)
             if not has_streams(rows.device) and bool(is_there.all()):
-                rows.div_(lengths)
-                continue
-            _, rank, length = rows.shape
-            rows.copy_(torch.where(is_there, rows / lengths, self._random(rank, length) * length**-0.5))
+                return rows.div_(lengths)
+            return torch.where(is_there, rows / lengths, self._spare(group))
 
-    def _times(self, q: Factors) -> Factors:
-        """P = M Q of this rank's matrices."""
-        p = self._empty(self.layout.left)
-        for matrices, right, left in zip(self.matrices, q.of_batches, p.of_batches, strict=True):
-            matrices.times(right, out=left)
-        return p
+        factors.change(normalized)
 
-    def _transposed_times(self, p: Factors) -> Factors:
-        """Q = M^T P of this rank's matrices."""
-        q = self._empty(self.layout.right)
-        for matrices, left, right in zip(self.matrices, p.of_batches, q.of_batches, strict=True):
-            matrices.transposed_times(left, out=right)
-        return q
+    def _times(self, basis: Factors) -> Factors:
+        """P = M Q of this rank's matrices and the right factors ``basis``, or Q = M^T P of the left ones."""
+        product = self._empty(self.layout.right if basis.layout.is_left else self.layout.left)
+        for matrices, factors, out in zip(self.matrices, basis.of_batches, product.of_batches, strict=True):
+            if basis.layout.is_left:
+                matrices.transposed_times(factors, out=out)
+            else:
+                matrices.times(factors, out=out)
+        return product
 
     def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors], is_finite: _Finite) -> None:
         """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own."""
+        left, right = mean
+        verdicts: Sequence[_Finite] = [None] * len(self.matrices)
+        if is_finite is not None:
+            # Matrices that are not finite come out as NaN.
+            left = Factors(left.layout, left.where(is_finite, torch.nan))
+            verdicts = is_finite.split_with_sizes([len(batch.places) for batch in self.layout.batches])
         own_factors = zip(own[0].of_batches, own[1].of_batches, strict=True)
-        mean_factors = zip(mean[0].of_batches, mean[1].of_batches, strict=True)
-        verdicts = itertools.repeat(None) if is_finite is None else is_finite
-        for matrices, of_own, of_mean, verdict in zip(self.matrices, own_factors, mean_factors, verdicts, strict=False):
+        mean_factors = zip(left.of_batches, right.of_batches, strict=True)
+        for matrices, of_own, of_mean, verdict in zip(self.matrices, own_factors, mean_factors, verdicts, strict=True):
             matrices.decompress(of_own, of_mean, verdict)
 
     async def _mean(self, factors: Factors, *, with_exact: bool = False) -> Factors:
@@ -240,14 +258,13 @@ class PowerIteration:
 
     async def _all_reduce(self, flat: Tensor, exact: Sequence[Tensor]) -> Tensor:
         """The mean of factors, and that of gradients, in place, by one all-reduce in the bucket's dtype."""
-        numel, dtype, factor = flat.numel(), self.bucket.buffer.dtype, 1 / self.bucket.divisor
-        sent = torch.cat([(flat * factor).to(dtype), *(gradient.reshape(-1) for gradient in exact)])
+        numel, dtype, divisor = flat.numel(), self.bucket.buffer.dtype, self.bucket.divisor
+        sent = torch.cat([flat, *(gradient.reshape(-1) for gradient in exact)]).mul_(1 / divisor).to(dtype)
         if sent.numel() == 0:
             return flat
-        sent[numel:].mul_(factor)
         if dtype != self.dtype:
             # Rounding errors of the bucket's dtype are not sent, so they have to stay in the residual.
-            flat.copy_(sent[:numel]).mul_(self.bucket.divisor)
+            flat.copy_(sent[:numel]).mul_(divisor)
         await all_reduce(sent, group=self.bucket.group)
         self.sent_numel += sent.numel()
         parts = sent[numel:].split([gradient.numel() for gradient in exact])
@@ -258,8 +275,8 @@ class PowerIteration:
         """The mean of factors by messages of ``wire``, the same on every rank bit for bit."""
         bucket = self.bucket
         group, ranks = bucket.group, bucket.group.size()
-        generator = self.memory.generator_for(wire, group.rank(), flat.device)
-        quantized_sum = QuantizedSum.of(flat.numel(), wire=wire, generator=generator, group=group)
+        generator, levels = self.memory.generator_for(wire, group.rank(), flat.device), self.memory.levels_of(group)
+        quantized_sum = QuantizedSum.of(flat.numel(), wire=wire, generator=generator, group=group, levels=levels)
         values = flat.mul(1 / bucket.divisor).float()
         errors, mean = values.clone(), torch.empty_like(values)
         await quantized_sum(errors, out=mean)
@@ -281,23 +298,30 @@ class PowerIteration:
             of_batch.mul_(2.0 ** (-exponent if is_down else exponent))
 
     def _zero_non_finite(self, factors: Factors, before: _Finite = None) -> _Finite:
-        """Zero the factors of matrices that are not finite; returns which are, here and ``before``.
+        """Zero the elements of factors that are not finite; returns which matrices are, here and ``before``.
 
         A non-finite element makes its whole row of products non-finite. The factors are already the same on all ranks,
         and so is the answer. All that follows can work with zeros.
         """
         if not has_streams(factors.flat.device) and bool(all_finite(factors.flat)):
             return before
-        found = []
-        for of_batch in factors.of_batches:
-            is_finite = torch.isfinite(of_batch).flatten(1).all(dim=1)
-            of_batch.copy_(torch.where(is_finite[:, None, None], of_batch, 0.0))
-            found.append(is_finite)
-        return found if before is None else [one & other for one, other in zip(found, before, strict=True)]
+        each = [factor for of_batch in factors.of_batches for factor in of_batch.unbind()]
+        is_finite = torch.stack(norms(each, math.inf)) < math.inf
+        factors.flat.nan_to_num_(0.0, 0.0, 0.0)
+        return is_finite if before is None else is_finite & before
 
     def _orthonormalize(self, factors: Factors) -> None:
-        for rows in factors.alike:
-            rows.copy_(orthonormalize(rows, functools.partial(self._random, *rows.shape[1:])))
+        factors.change(lambda rows, group: orthonormalize(rows, functools.partial(self._spare, group)))
+
+    def _spare(self, group: _Group) -> Tensor:
+        """Random directions of length 1 for all factors of a group, the same in all steps."""
+        kept, key = self.memory.directions, (self.seed, group, self.dtype, self.bucket.buffer.device)
+        if key not in kept:
+            kept[key] = _filled_up(self.bucket.buffer.new_empty(0, dtype=self.dtype), group)
+            for part in _beginnings(kept[key], group):
+                directions = self._random(*part.shape[1:])
+                part.copy_(directions / _length(directions))
+        return hold(kept[key])
 
     def _random(self, rank: int, length: int, *, step: int | None = None) -> Tensor:
         """Random directions ``(rank, length)``: of one ``step``, or the same in all steps."""
@@ -311,19 +335,7 @@ class PowerIteration:
         return drawn
 
     def _empty(self, layout: FactorLayout) -> Factors:
-        return Factors(layout, torch.empty(layout.numel, dtype=self.dtype, device=self.bucket.buffer.device))
-
-    def _by_shape(self, factor: Tensor, place: int, layout: FactorLayout) -> Tensor:
-        """A factor with columns in the order of the gradient's shape, the order in which factors are kept."""
-        return factor if layout.is_left else columns_by_shape(factor, self.bucket.gradients[place])
-
-    def _check_length(self, factor: Tensor, length: int, place: int) -> None:
-        if factor.ndim != 2 or factor.shape[1] != length:
-            raise ConfigurationError(
-                f"the factor of parameter {self.keys[place]} has shape {tuple(factor.shape)}, but here its directions "
-                f"have {length} elements: the state comes from another model; to keep the residuals and start new "
-                "factors, load it with state['factors'] = {}"
-            )
+        return Factors(layout, torch.empty(layout.owners.numel(), dtype=self.dtype, device=self.bucket.buffer.device))
 
 
 def random_directions(
@@ -349,15 +361,10 @@ def orthonormalize(rows: Tensor, spare: Callable[[], Tensor]) -> Tensor:
 
     Args:
         rows: ``(count, rank, length)``, ``float32`` or ``float64``, finite.
-        spare: returns ``(rank, length)``, random directions for rows that vanish.
+        spare: returns random directions of length 1, shaped as ``rows``, for rows that vanish.
     """
     if has_streams(rows.device) and rows.dtype != torch.float64:
         return cholesky_qr(rows, spare())
-    return householder(rows)
-
-
-def householder(rows: Tensor) -> Tensor:
-    """By Householder reflections, stable for any rows."""
     basis: Tensor = torch.linalg.qr(rows.mT)[0].mT
     return basis
 
@@ -369,15 +376,14 @@ def cholesky_qr(rows: Tensor, spare: Tensor) -> Tensor:
     directions. That bounds the condition number, so the Gram matrix of dependent rows can be factorized, too, in
     ``float64``. Should it fail even so, the first unit vectors are the basis; error feedback makes up for it.
     """
-    floor = 16 * torch.finfo(torch.float32).eps
     wide = rows.double()
-    scale = _length(wide)
-    basis = torch.where(scale > 0, wide / scale, 0.0) + floor * (spare.double() / _length(spare.double()))
+    basis = wide / _length(wide).clamp_(min=torch.finfo(torch.float64).tiny)
+    basis.add_(spare, alpha=16 * torch.finfo(torch.float32).eps)
     for _ in range(2):
         # cholesky_ex and not cholesky, which reads on the host whether it succeeded.
         lower, _ = torch.linalg.cholesky_ex(basis @ basis.mT)
         basis = torch.linalg.solve_triangular(lower, basis, upper=False)
-    is_whole = torch.isfinite(basis).flatten(1).all(dim=1)[:, None, None]
+    is_whole = torch.linalg.vector_norm(basis, dim=(1, 2), keepdim=True) < math.inf
     unit = torch.eye(rows.shape[1], rows.shape[2], dtype=basis.dtype, device=basis.device)
     return torch.where(is_whole, basis, unit).to(rows.dtype)
 
@@ -385,3 +391,252 @@ def cholesky_qr(rows: Tensor, spare: Tensor) -> Tensor:
 def _length(rows: Tensor) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return length
+
+
+# Which gradients of a bucket are compressed, and where their factors are. See [Note: layout of factors].
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape and the rank of their factors."""
+
+    places: tuple[int, ...]
+    """Of their gradients in the bucket."""
+    rows: int
+    cols: int
+    rank: int
+
+
+_View = tuple[int, tuple[int, int, int]]
+_Group = tuple[_View, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FactorLayout:
+    """Where the left or all right factors of a bucket are in their flat tensor: offsets and shapes of views."""
+
+    is_left: bool
+    of_batches: tuple[_View, ...]
+    """Of each batch of matrices."""
+    groups: tuple[_Group, ...]
+    """Of the factors that are orthonormalized at once, by length."""
+    owners: Tensor
+    """The number of the matrix that each element belongs to, in the order of batches."""
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], *, is_left: bool, device: torch.device) -> FactorLayout:
+        """The left or the right factors of ``batches``."""
+        shapes = [(len(batch.places), batch.rank, batch.rows if is_left else batch.cols) for batch in batches]
+        firsts = [0, *itertools.accumulate(count for count, _, _ in shapes)]
+        of_batches: dict[int, _View] = {}
+        alike: list[_View] = []
+        owners = [torch.empty(0, dtype=torch.int64, device=device)]
+        end = 0
+        by_length = sorted(range(len(shapes)), key=lambda index: shapes[index][1:])
+        for (rank, length), indices in itertools.groupby(by_length, key=lambda index: shapes[index][1:]):
+            start = end
+            for index in indices:
+                of_batches[index] = (end, shapes[index])
+                end += math.prod(shapes[index])
+                numbers = torch.arange(firsts[index], firsts[index + 1], device=device)
+                owners.append(numbers.repeat_interleave(rank * length))
+            alike.append((start, ((end - start) // (rank * length), rank, length)))
+        together = itertools.groupby(alike, key=lambda view: view[1][1] if has_streams(device) else view)
+        return cls(
+            is_left=is_left,
+            of_batches=tuple(of_batches[index] for index in range(len(shapes))),
+            groups=tuple(tuple(views) for _, views in together),
+            owners=torch.cat(owners),
+        )
+
+
+class Factors:
+    """All left or all right factors of a bucket, views of ``flat``."""
+
+    def __init__(self, layout: FactorLayout, flat: Tensor) -> None:
+        self.layout = layout
+        self.flat = flat
+        self.of_batches = self._views(layout.of_batches)
+        """Of each batch of matrices, ``(count, rank, length)``."""
+
+    def where(self, is_finite: Tensor, other: Tensor | float) -> Tensor:
+        """The factors of finite matrices, flat, and ``other`` in place of those that are not."""
+        return torch.where(is_finite[self.layout.owners], self.flat, other)
+
+    def change(self, change: Callable[[Tensor, _Group], Tensor]) -> None:
+        """Replace the factors of each group by ``change(rows, group)`` of ``rows``, shape ``(count, rank, length)``."""
+        for group in self.layout.groups:
+            alike = self._views(group)
+            if len(alike) == 1:
+                alike[0].copy_(change(alike[0], group))
+                continue
+            rows = _filled_up(self.flat, group)
+            copy_all(_beginnings(rows, group), alike)
+            copy_all(alike, _beginnings(change(rows, group), group))
+
+    def _views(self, views: Sequence[_View]) -> list[Tensor]:
+        return [self.flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in views]
+
+
+def _filled_up(like: Tensor, group: _Group) -> Tensor:
+    """Zeros with room for all factors of ``group``, the longest of which is the last."""
+    _, (_, rank, length) = group[-1]
+    return like.new_zeros(sum([count for _, (count, _, _) in group]), rank, length)
+
+
+def _beginnings(rows: Tensor, group: _Group) -> list[Tensor]:
+    """The part of ``rows``, which have room for all factors of ``group``, that each of its views fills."""
+    parts = rows.split_with_sizes([count for _, (count, _, _) in group])
+    return [part[..., :length] for part, (_, (_, _, length)) in zip(parts, group, strict=True)]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """How each gradient of a bucket is reduced."""
+
+    batches: tuple[Batch, ...]
+    left: FactorLayout
+    right: FactorLayout
+    exact: tuple[int, ...]
+    """Places of the gradients that are reduced as they are."""
+
+
+def layout_of(
+    shapes: Sequence[Sequence[int]], *, rank: int, min_compression_rate: float, device: torch.device
+) -> BucketLayout:
+    """The layout of a bucket of gradients of ``shapes``; as a matrix, a gradient has its first dimension as rows.
+
+    A gradient is compressed if its factors have fewer than ``1 / min_compression_rate`` of its elements.
+    """
+    batch_numel = math.inf if has_streams(device) else _CPU_BATCH_NUMEL
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    exact = []
+    for place, shape in enumerate(shapes):
+        rows, cols = math.prod(shape[:1]), math.prod(shape[1:])
+        if len(shape) > 1 and (rows + cols) * rank * min_compression_rate < rows * cols:
+            alone = place if rows * cols > batch_numel else -1
+            alike.setdefault((rows, cols, alone), []).append(place)
+        else:
+            exact.append(place)
+    batches = [
+        Batch(tuple(places), rows, cols, min(rank, rows, cols)) for (rows, cols, _), places in sorted(alike.items())
+    ]
+    return BucketLayout(
+        batches=tuple(batches),
+        left=FactorLayout.of(batches, is_left=True, device=device),
+        right=FactorLayout.of(batches, is_left=False, device=device),
+        exact=tuple(exact),
+    )
+
+
+class Matrices:
+    """The matrices M = gradient + residual of one batch, and their products.
+
+    One matrix too large for a CPU's caches is taken in blocks of rows: its memory is read once, not twice. In memory
+    formats such as channels-last the columns of a matrix are in another order than in the gradient's shape, which is
+    the same on all ranks and changes no product.
+
+    Args:
+        batch: their shape.
+        gradients: to compress; overwritten with the output.
+        residuals: shaped and strided as ``gradients``; ``None`` without error feedback.
+        dtype: to compute in.
+    """
+
+    def __init__(
+        self, batch: Batch, gradients: Sequence[Tensor], residuals: Sequence[Tensor] | None, dtype: torch.dtype
+    ) -> None:
+        def as_matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
+            size, stride = (batch.rows, batch.cols), (batch.cols, 1)
+            return [tensor if tensor.ndim == 2 else tensor.as_strided(size, stride) for tensor in tensors]
+
+        self._gradients = as_matrices(gradients)
+        self._residuals = None if residuals is None else as_matrices(residuals)
+        self._dtype = dtype
+        first, numel = self._gradients[0], batch.rows * batch.cols
+        self._is_in_place = first.dtype == dtype
+        # Whether residuals are yet to be added to the gradients.
+        self._is_pending = self._is_in_place and residuals is not None
+        self._is_alone = self._is_in_place and len(gradients) == 1
+        self._is_large = self._is_alone and numel > _BLOCK_NUMEL and not has_streams(first.device)
+
+    def times(self, q: Tensor, *, out: Tensor) -> None:
+        """P = M Q: left factors ``(count, rank, rows)`` from right ones ``(count, rank, cols)``."""
+        if not self._is_large:
+            torch.bmm(q, self._load().mT, out=out)
+            return
+        block_rows = max(1, _BLOCK_NUMEL // q.shape[2])
+        for block, column in zip(self._blocks(block_rows), out[0].split(block_rows, dim=1), strict=True):
+            torch.mm(q[0], block.t(), out=column)
+
+    def transposed_times(self, p: Tensor, *, out: Tensor) -> None:
+        """Q = M^T P: right factors ``(count, rank, cols)`` from left ones ``(count, rank, rows)``."""
+        if not self._is_large:
+            torch.bmm(p, self._load(), out=out)
+            return
+        total = out[0].zero_()
+        for block, column in zip(self._blocks(_SUMMED_ROWS), p[0].split(_SUMMED_ROWS, dim=1), strict=True):
+            total.addmm_(column, block)
+
+    def _blocks(self, rows: int) -> Iterator[Tensor]:
+        """The one matrix in blocks of ``rows``; the residual is added to each of them while it is in the cache."""
+        is_pending, self._is_pending = self._is_pending, False
+        residuals = self._residuals[0].split(rows) if is_pending and self._residuals else itertools.repeat(None)
+        for block, residual in zip(self._gradients[0].split(rows), residuals, strict=False):
+            yield block if residual is None else block.add_(residual)
+
+    def _load(self) -> Tensor:
+        """M, ``(count, rows, cols)``: a copy, unless one matrix is alone."""
+        if self._is_pending and self._residuals is not None:
+            self._is_pending = False
+            add_all(self._gradients, self._residuals)
+        if self._is_alone:
+            return self._gradients[0][None]
+        matrices = torch.stack(self._gradients).to(self._dtype)
+        if self._residuals is not None and not self._is_in_place:
+            add_all(matrices.unbind(), self._residuals)
+        return matrices
+
+    def decompress(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], is_finite: _Finite) -> None:
+        """Write P Q^T of the ``mean`` factors to the gradients and M - P Q^T of this rank's ``own`` to the residuals.
+
+        ``is_finite``, shape ``(count,)``: the matrices that are finite on all ranks; the others keep their residuals.
+        ``None``: all are.
+        """
+        if self._is_large and is_finite is None:
+            self._decompress_blocks(own, mean)
+            return
+        matrices = self._load()
+        if self._residuals is not None:
+            if self._is_alone and is_finite is None and self._residuals[0].dtype == self._dtype:
+                torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=self._residuals[0][None])
+            else:
+                matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
+                _write_residuals(self._residuals, matrices.unbind(), is_finite)
+        output = torch.bmm(mean[0].mT, mean[1], out=matrices)
+        if not self._is_alone:
+            copy_all(self._gradients, output.unbind())
+
+    def _decompress_blocks(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor]) -> None:
+        own_rows, mean_rows = own[0][0].t().split(_FINISHED_ROWS), mean[0][0].t().split(_FINISHED_ROWS)
+        residuals = itertools.repeat(None) if self._residuals is None else self._residuals[0].split(_FINISHED_ROWS)
+        blocks = zip(self._gradients[0].split(_FINISHED_ROWS), own_rows, mean_rows, residuals, strict=False)
+        for matrix, own_p, mean_p, residual in blocks:
+            if residual is not None and residual.dtype == matrix.dtype:
+                torch.addmm(matrix, own_p, own[1][0], alpha=-1, out=residual)
+            elif residual is not None:
+                residual.copy_(within_range(torch.addmm(matrix, own_p, own[1][0], alpha=-1), residual.dtype))
+            torch.mm(mean_p, mean[1][0], out=matrix)
+
+
+def _write_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_finite: _Finite) -> None:
+    """Overwrite the residuals of finite matrices, without asking on the host which ones are finite."""
+    # Two gradients that cancel in the mean can leave more than half precision holds.
+    found = [within_range(new, residuals[0].dtype) for new in found]
+    if is_finite is None:
+        copy_all(residuals, found)
+        return
+    for residual, new, finite in zip(residuals, found, is_finite.unbind(), strict=True):
+        if residual.dtype == new.dtype:
+            torch.where(finite, new, residual, out=residual)
+        else:
+            residual.copy_(torch.where(finite, new, residual))

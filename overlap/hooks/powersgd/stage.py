@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Never
+from typing import Any
 
 import torch
 
 from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap.errors import ArgumentTypeError, ConfigurationError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.algorithm import PowerIteration
-from overlap.hooks.powersgd.layout import BucketLayout, layout_of
+from overlap.hooks.powersgd.algorithm import BucketLayout, PowerIteration, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage, StageContext
@@ -22,20 +21,6 @@ __all__ = ["PowerSGD"]
 
 # torch does not add in narrower ones.
 _ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-_OF_TORCH = {
-    "matrix_approximation_rank": "rank",
-    "start_powerSGD_iter": "start_step",
-    "use_error_feedback": "error_feedback",
-    "random_seed": "seed",
-}
-"""Options by their names in ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``."""
-_WITHOUT_COUNTERPART = (
-    "process_group",
-    "orthogonalization_epsilon",
-    "compression_stats_logging_frequency",
-    "batch_tensors_with_same_shape",
-)
 
 
 class PowerSGD(Stage):
@@ -89,11 +74,15 @@ class PowerSGD(Stage):
         error_dtype: torch.dtype | None = None,
         wire: Wire | None = None,
         seed: int = 0,
-        **unknown: Never,
+        **unknown: Any,
     ) -> None:
         if unknown:
-            raise ArgumentTypeError(_unexpected(unknown))
-        self.rank = _check_rank(rank)
+            given = ", ".join(["None", *(f"{name}={told(value)}" for name, value in unknown.items())])
+            raise ArgumentTypeError(
+                f"PowerSGD has no argument {' and '.join(unknown)}. PyTorch's arguments are those of PowerSGDState: "
+                f"overlap.register(ddp, overlap.powerSGD_hook, overlap.PowerSGDState({given}))"
+            )
+        self.rank = check_whole_number("rank", rank, least=1)
         self.start_step = check_whole_number("start_step", start_step, least=0)
         self.min_compression_rate = min_compression_rate
         rate = as_number(min_compression_rate)
@@ -131,6 +120,8 @@ class PowerSGD(Stage):
     def before_backward(self, *, is_replay: bool) -> None:
         # Counted here, so that ranks agree on it even if one of them fails.
         self._memory.steps += 1
+        if self.wire is not None:
+            self._memory.find_levels()
         self._compressed_buckets = 0
 
     def after_backward(self, *, failed: bool) -> str | None:
@@ -167,7 +158,7 @@ class PowerSGD(Stage):
             self._memory.release(keys[place], bucket.gradients[place])
         if not layout.batches:
             await self._all_reduce(bucket)
-            return layout.numel
+            return bucket.buffer.numel()
         error_dtype = (self.error_dtype or bucket.buffer.dtype) if self.error_feedback else None
         iteration = PowerIteration(
             bucket,
@@ -179,12 +170,10 @@ class PowerSGD(Stage):
             seed=self.seed,
             cold_step=None if self.warm_start else step,
         )
-        if not self.alternate:
-            await iteration.both_factors()
-        elif step % 2 == 0:
-            await iteration.left_factors()
+        if self.alternate:
+            await iteration.one_factor(is_left=step % 2 == 0)
         else:
-            await iteration.right_factors()
+            await iteration.both_factors()
         return iteration.sent_numel
 
     def _layout_of(self, bucket: Bucket, keys: tuple[str, ...]) -> BucketLayout:
@@ -231,24 +220,3 @@ class PowerSGD(Stage):
             if name not in ("self", "rank", "unknown") and (value := getattr(self, name)) != option.default:
                 parts.append(f"{name}={value!r}")
         return f"PowerSGD({', '.join(parts)})"
-
-
-def _unexpected(unknown: Mapping[str, Any]) -> str:
-    known = [name for name in unknown if name in _OF_TORCH or name in _WITHOUT_COUNTERPART]
-    if not known:
-        return f"PowerSGD has no argument {next(iter(unknown))}"
-    written = [f"{_OF_TORCH[name]}={told(unknown[name])}" for name in known if name in _OF_TORCH]
-    given = ", ".join(["None", *(f"{name}={told(unknown[name])}" for name in known if name != "process_group")])
-    return (
-        f"{' and '.join(known)} {'is' if len(known) == 1 else 'are'} of PyTorch's PowerSGDState: write "
-        f"PowerSGD({', '.join(written)}), or register overlap.powerSGD_hook with overlap.PowerSGDState({given})"
-    )
-
-
-def _check_rank(rank: object) -> int:
-    if callable(rank) or isinstance(rank, Mapping):
-        raise ConfigurationError(
-            f"rank is {told(rank)}: give a whole number such as 2, the same in all steps; for another rank of some "
-            'parameters write route({"*.embedding.weight": PowerSGD(rank=8), "*": PowerSGD(rank=2)})'
-        )
-    return check_whole_number("rank", rank, least=1)

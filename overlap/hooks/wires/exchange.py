@@ -1,14 +1,13 @@
 """Messages between ranks, encoded by a wire.
 
-``swap`` sends each other rank a message of its own, ``sum_in_order`` adds up the received ones, and
-:class:`QuantizedSum` is a sum over ranks made of both. The sharded update and the quantized collectives use the first
-two.
+``sum_in_order`` adds up received messages, and :class:`QuantizedSum` is a sum over ranks. The sharded update and the
+quantized collectives use the first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,31 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from overlap.hooks.collectives import all_gather, send_recv
-from overlap.hooks.wires.blocks import Codec
-from overlap.hooks.wires.wire import Wire
+from overlap._torch.device import has_streams
+from overlap.hooks.collectives import all_gather, all_to_all, reduce_scatter
+from overlap.hooks.wires.blocks import Codec, Wire
+from overlap.ranks.machines import Levels
 
 __all__ = ["QuantizedSum", "sum_in_order", "swap"]
 
-_ByRank = Sequence[Tensor] | Mapping[int, Tensor] | Tensor
-"""A tensor for each rank; this rank's own is not read."""
 
-
-async def swap(sent: _ByRank, received: _ByRank, *, group: dist.ProcessGroup, label: str = "send_recv") -> None:
-    """Send ``sent[r]`` to each other rank ``r`` and receive from it into ``received[r]``; empty ones are not sent.
-
-    Each rank starts with the next one, so that not all send to the same rank at once.
-
-    Communication: a send and a receive with every other rank. ``label`` names it in profiles.
-    """
-    ranks, rank = group.size(), group.rank()
-    peers = [(rank + distance) % ranks for distance in range(1, ranks)]
-    await send_recv(
-        [(sent[peer], peer) for peer in peers if sent[peer].numel()],
-        [(received[peer], peer) for peer in peers if received[peer].numel()],
-        group=group,
-        label=label,
-    )
+async def swap(
+    sent: Sequence[Tensor], received: Sequence[Tensor] | Tensor, *, group: dist.ProcessGroup, label: str
+) -> None:
+    """As :func:`all_to_all`."""
+    await all_to_all(list(received), sent, group=group, label=label)
 
 
 def sum_in_order(codec: Codec, own: Tensor, received: Tensor, rank: int) -> Tensor:
@@ -68,6 +55,12 @@ class QuantizedSum:
     Each rank owns an equal part of the values. It sends each other rank that rank's part, quantized, sums in fp32 the
     messages for its own part, quantizes the sum, and the sums are gathered. A rank sends as many values as in an
     all-reduce, ``2 (W-1)/W`` of them, and their scales.
+
+    With ``levels``, of ``L`` ranks on each of ``M`` machines, every rank first gets the sum over its machine of ``1/L``
+    of the values in fp32 (reduce-scatter). That is summed as above over the ranks with the same number on the other
+    machines, and the sums are gathered within each machine in fp32. So each value is encoded once a machine, and a
+    machine sends ``2 (M-1)/M`` encoded values to others, where all of its ranks by themselves would send ``L`` times as
+    many.
     """
 
     codec: Codec
@@ -75,11 +68,20 @@ class QuantizedSum:
     generator: torch.Generator | None
     """Rounds stochastically."""
     group: dist.ProcessGroup
+    levels: Levels | None = None
 
     @classmethod
-    def of(cls, numel: int, *, wire: Wire, generator: torch.Generator | None, group: dist.ProcessGroup) -> QuantizedSum:
+    def of(
+        cls,
+        numel: int,
+        *,
+        wire: Wire,
+        generator: torch.Generator | None,
+        group: dist.ProcessGroup,
+        levels: Levels | None = None,
+    ) -> QuantizedSum:
         """For ``numel`` values on each rank."""
-        return cls(wire.codec(math.ceil(numel / group.size())), generator, group)
+        return cls(wire.codec(math.ceil(numel / group.size())), generator, group, levels)
 
     async def __call__(self, values: Tensor, *, out: Tensor) -> None:
         """Write the sum of ``values`` over ranks to ``out``, the same on all ranks bit for bit.
@@ -91,8 +93,9 @@ class QuantizedSum:
 
         One rank alone rounds nothing.
 
-        Communication: a send and a receive of ``1/W`` of the values with every other rank, and an all-gather of as
-        much.
+        Communication: a send and a receive of ``1/W`` of the values with every other rank (on NCCL one all-to-all), and
+        an all-gather of as much. With ``levels`` these between machines, and within each a reduce-scatter and an
+        all-gather of all values in fp32.
         """
         keeps_errors = out is not values
         numel, ranks = values.numel(), self.group.size()
@@ -101,36 +104,58 @@ class QuantizedSum:
                 out.copy_(values)
                 values.zero_()
             return
-        if numel < (ranks - 1) * self.codec.numel:
-            # So few values that some ranks would own none.
-            padded = pad(values, (0, ranks * self.codec.numel - numel))
-            result = torch.empty_like(padded) if keeps_errors else padded
-            await self._sum(padded, result)
-            values.copy_(padded[:numel])
-            out.copy_(result[:numel])
+        whole = ranks * self.codec.numel
+        # One part may be short, which saves a copy, but none may be missing.
+        can_be_short = self.levels is None and not has_streams(values.device) and numel >= whole - self.codec.numel
+        if numel == whole or can_be_short:
+            await self._sum(values, out)
             return
-        await self._sum(values, out)
+        padded = pad(values, (0, whole - numel))
+        result = torch.empty_like(padded) if keeps_errors else padded
+        await self._sum(padded, result)
+        if keeps_errors:
+            values.copy_(padded[:numel])
+        out.copy_(result[:numel])
 
     async def _sum(self, values: Tensor, out: Tensor) -> None:
-        codec, ranks, rank = self.codec, self.group.size(), self.group.rank()
-        encode = codec.encode_rows if out is values else codec.subtract_rows
-        # Starting with the next rank spreads the senders over the receivers.
-        others = [slice(rank + 1, ranks), slice(0, rank)]
-        device, message_bytes = values.device, codec.message_bytes
-        sent = torch.empty(ranks - 1, message_bytes, dtype=torch.uint8, device=device)
-        peers: list[int] = []
+        if (levels := self.levels) is None:
+            await self._sum_over(self.group, values, out, keeps_errors=out is not values)
+            return
+        ranks, rank = levels.inside.size(), levels.inside.rank()
+        rows, results = values.view(ranks, -1), out.view(ranks, -1)
+        await reduce_scatter(rows[rank], values, group=levels.inside)
+        await self._sum_over(levels.between, rows[rank], results[rank], keeps_errors=out is not values)
+        if out is not values:
+            # The errors of the other parts are made by the other ranks of the machine.
+            rows[:rank].zero_()
+            rows[rank + 1 :].zero_()
+        await all_gather(out, results[rank], group=levels.inside)
+
+    async def _sum_over(self, group: dist.ProcessGroup, values: Tensor, out: Tensor, *, keeps_errors: bool) -> None:
+        codec, ranks, rank, device = self.codec, group.size(), group.rank(), values.device
+        encode = codec.subtract_rows if keeps_errors else codec.encode_rows
+        own = values[rank * codec.numel : (rank + 1) * codec.numel]
+        # Where there are streams all parts at once, this rank's, too; on a CPU nothing that is not sent. Starting with
+        # the next rank spreads the senders over the receivers.
+        is_at_once = has_streams(device)
+        others = [slice(0, ranks)] if is_at_once else [slice(rank + 1, ranks), slice(0, rank)]
+        exact = own.clone() if is_at_once else own
+        sent, received = torch.empty(2, ranks, codec.message_bytes, dtype=torch.uint8, device=device).unbind()
         for some in others:
             for parts, theirs in self._parts(values, some):
-                encode(parts, sent[len(peers) : len(peers) + len(parts)], self.generator)
-                peers += range(theirs.start, theirs.stop)
-        received = torch.empty(ranks, message_bytes, dtype=torch.uint8, device=device)
-        await swap(dict(zip(peers, sent, strict=True)), received, group=self.group)
-        del sent
-        total = values[rank * codec.numel : (rank + 1) * codec.numel]
-        for some in others:
-            codec.add_rows(received[some], total)
-        encode(total[None], received[rank : rank + 1], self.generator)
-        await all_gather(received.view(-1), received[rank], group=self.group)
+                encode(parts, sent[theirs], self.generator)
+        await all_to_all(received.unbind(), sent.unbind(), group=group)
+        if is_at_once:
+            received[rank].copy_(sent[rank])
+            decoded = torch.empty(ranks, codec.numel, dtype=torch.float32, device=device)
+            codec.decode_rows(received, decoded)
+            decoded[rank] = exact
+            torch.sum(decoded, dim=0, out=own)
+        else:
+            for some in others:
+                codec.add_rows(received[some], own)
+        encode(own[None], received[rank : rank + 1], self.generator)
+        await all_gather(received.view(-1), received[rank], group=group)
         for parts, theirs in self._parts(out, slice(0, ranks)):
             codec.decode_rows(received[theirs], parts)
 

@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all, all_finite
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import StageContext
-from overlap.hooks.wires.wire import Wire
+from overlap.hooks.wires.blocks import Wire
+from overlap.ranks.machines import Levels, levels_of
 
 __all__ = [
     "ErrorFeedback",
@@ -185,6 +187,16 @@ class StageMemory(WireMemory):
         self._owner = owner
         self._saved_by: Place | None = None
         self._context: StageContext | None = None
+        self._levels: Levels | None = None
+
+    def find_levels(self) -> None:
+        """Make the groups of a job on several machines; called before a pass, when ranks have the same stages."""
+        if self._context is not None:
+            self._levels = levels_of(self._context.group, self._context.device)
+
+    def levels_of(self, group: dist.ProcessGroup) -> Levels | None:
+        """The levels of the model's own group; ``None`` for another one."""
+        return self._levels if self._context is not None and group is self._context.group else None
 
     @property
     def place(self) -> Place | None:

@@ -1,4 +1,4 @@
-"""Wires that round every value: half precision, and integers and 8-bit floats with a scale for each chunk.
+"""The wires: half precision, integers and 8-bit floats with a scale for each chunk, and a chunk's largest values.
 
 [Note: chunks on a grid]
 
@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from overlap._checks import told
+from overlap._checks import as_number, told
 from overlap.errors import ConfigurationError
-from overlap.hooks.wires.blocks import Codec, Field
-from overlap.hooks.wires.wire import RoundingWire, Wire
+from overlap.hooks.wires.blocks import Codec, Field, RoundingWire, Wire
 
 __all__ = [
     "Affine8",
@@ -42,6 +41,7 @@ __all__ = [
     "Float16",
     "Int4",
     "Int8",
+    "TopK",
     "add_noise_",
     "cast",
     "check_chunk",
@@ -52,6 +52,8 @@ __all__ = [
 # Chunks are multiples of it, in values: in 4 bits its halves share bytes.
 _MULTIPLE = 8
 _AFFINE_TOP = 255
+# An index has 16 bits, with a sign.
+_LARGEST_CHUNK = 2**15
 # Noise is odd multiples of 2**-16.
 _NOISE_BITS = 16
 _ODD = 0x0001_0001_0001_0001
@@ -220,7 +222,7 @@ class ChunkCodec(Codec):
         # Divided by a tensor: by a number, some devices multiply by its inverse, which rounds twice.
         torch.div(peak, peak.new_full((), self.top), out=step)
         # If the step were rounded up, the largest numbers would be decoded as infinity.
-        step.copy_(torch.where(step * self.top > peak, step.nextafter(torch.zeros_like(step)), step))
+        step.view(torch.int32).add_(step * self.top > peak, alpha=-1)  # To the next smaller number.
         # A peak of zero, or of a denormal number, must not give an infinite factor.
         factor = (self.top / peak).clamp_(max=torch.finfo(torch.float32).max)
         self.pack(torch.mul(values, factor, out=scratch), payload, generator)
@@ -388,3 +390,72 @@ class _AffineCodec(Codec):
         scale, zero_point = parameters.split(1, dim=-1)
         torch.sub(integers, zero_point, out=out)
         out.mul_(scale)
+
+
+@dataclass(frozen=True, repr=False)
+class TopK(RoundingWire):
+    """The values of largest magnitude in each chunk, in ``bfloat16``, and zero for the others: ``density`` of fp32.
+
+    A value that is sent is off by at most 2**-8 of itself (twice as much with stochastic rounding) and takes 4 bytes,
+    2 of them for its index; the others become zero, so use it with error feedback: without, they are never sent. Values
+    that are not finite count as the largest, and arrive as such.
+
+    Args:
+        density: the part of the values to send, above 0 and at most 1; at least one of each chunk.
+        chunk: values to select from, at most; a multiple of 8, at most 32,768.
+        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
+
+    Raises:
+        ConfigurationError: an argument is not one of the above.
+
+    The largest values with error feedback: Lin et al., "Deep gradient compression", 2018. By chunks: SparseLoCo,
+    arXiv 2508.15706.
+
+    >>> TopK(0.01)
+    TopK(0.01)
+    """
+
+    density: float
+    chunk: int = field(default=4096, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        density = as_number(self.density)
+        if density is None or not 0 < density <= 1:
+            raise ConfigurationError(
+                f"density is {told(self.density)}: give the part of the values to send, above 0 and at most 1, such as "
+                "0.01"
+            )
+        check_chunk(self.chunk, largest=_LARGEST_CHUNK)
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(torch.bfloat16).max
+
+    def codec(self, numel: int) -> TopKCodec:
+        chunks, chunk_numel = cut(numel, self.chunk)
+        return TopKCodec(chunks, chunk_numel, max(1, round(self.density * chunk_numel)))
+
+
+@dataclass(frozen=True)
+class TopKCodec(Codec):
+    """A message holds the largest values of each chunk, then their indices in their chunks."""
+
+    chunks: int
+    chunk_numel: int
+    kept: int
+    """Of each chunk."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return Field(torch.bfloat16, self.kept), Field(torch.int16, self.kept)
+
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        sent, indices = fields
+        largest = values.abs().topk(self.kept, dim=-1, sorted=False).indices
+        cast(values.gather(-1, largest), sent, generator)
+        indices.copy_(largest)
+
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        sent, indices = fields
+        out.zero_().scatter_(-1, indices.long(), sent.float())

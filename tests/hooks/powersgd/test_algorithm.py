@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +29,7 @@ WIRES = [Int8(), Int4(), Int8(chunk=8, rounding="stochastic"), Float8(), Float16
 shape = st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     shapes=st.lists(shape, min_size=1, max_size=5),
     ranks=st.integers(1, 4),
@@ -106,7 +103,7 @@ def test_nothing_is_lost_with_any_options(
     assert all(memory(stage).steps == 5 for stage in world.stages)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 12),
     cols=st.integers(1, 12),
@@ -151,26 +148,6 @@ def test_a_rank_that_suffices_gives_the_mean(
         torch.testing.assert_close(output, mean, rtol=0, atol=1000 * EPS[dtype] * max(size, 1e-30))
 
 
-def _distance_of_outputs_from_a_constant_mean(**options: Any) -> float:
-    """How far the mean of 60 outputs is from the mean gradient, a matrix of full rank, relative to its norm."""
-    world = world_of(2, [(8, 6)], rank=1, **options)
-    local = gradients(3, 2, [(8, 6)], torch.float32)
-    mean = (local[0][0] + local[1][0]) / 2
-    total = torch.zeros_like(mean)
-    for _ in range(60):
-        total += world.step(local)[0][0]
-    return float((total / 60 - mean).norm() / mean.norm())
-
-
-@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_dtype": torch.bfloat16}], ids=str)
-def test_error_feedback_gives_away_all_of_a_constant_gradient(options: dict[str, Any]) -> None:
-    assert _distance_of_outputs_from_a_constant_mean(**options) < 0.15
-
-
-def test_without_error_feedback_the_rest_never_arrives() -> None:
-    assert _distance_of_outputs_from_a_constant_mean(error_feedback=False) > 0.3
-
-
 def test_before_start_step_the_mean_is_exact() -> None:
     world = World([PowerSGD(rank=1, start_step=3) for _ in range(2)], [(30, 30)])
     for step in range(5):
@@ -179,12 +156,6 @@ def test_before_start_step_the_mean_is_exact() -> None:
         exact = torch.equal(output, local[0][0] * 0.5 + local[1][0] * 0.5)
         assert exact == (step < 3)
         assert len(world.sent_numel) == (1 if step < 3 else 2)
-
-
-def test_a_complex_gradient_is_not_compressed() -> None:
-    local = [[torch.randn(30, 30, dtype=torch.complex64)] for _ in range(1)]
-    stage = PowerSGD(rank=1)
-    assert torch.equal(World([stage], [(30, 30)]).step(local)[0][0], local[0][0])
 
 
 def test_what_rounding_to_half_precision_loses_stays_in_the_residual() -> None:

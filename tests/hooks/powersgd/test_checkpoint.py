@@ -67,23 +67,6 @@ def test_resume_is_exact(options: dict[str, Any], names: bool, loads_first: bool
     assert resumed[0].compression_stats() == world.stages[0].compression_stats()  # type: ignore[attr-defined]
 
 
-def test_unnamed_parameters_resume_where_buckets_were_cut_anew_before_the_start() -> None:
-    world = World([make(start_step=2)], SHAPES, names=False)
-    order = [3, 1, 2, 0]
-    for step in range(4):
-        local = gradients(step, 1, SHAPES, torch.float32)
-        if step == 1:
-            world.parameters = [world.parameters[place] for place in order]
-        world.step([[local[0][place] for place in (order if step > 0 else range(4))]])
-    resumed = make(start_step=2)
-    resumed.load_state_dict(world.stages[0].state_dict())
-    local = gradients(4, 1, SHAPES, torch.float32)
-    # A new DDP starts with the buckets that the first one started with.
-    found = World([resumed], SHAPES, names=False).step(local)[0]
-    expected = world.step([[local[0][place] for place in order]])[0]
-    torch.testing.assert_close([found[place] for place in order], expected)
-
-
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
 def test_a_pickled_powersgdstate_continues_the_same_run(hook: Any) -> None:
     assert pickle.loads(pickle.dumps(hook)) is hook
@@ -97,7 +80,7 @@ def test_a_pickled_powersgdstate_continues_the_same_run(hook: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (4, 2), (2, 4), (4, 3, 2, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 2), (4, 3, 2, 4)], ids=str)
 @pytest.mark.parametrize("error_dtype", [None, torch.bfloat16], ids=str)
 def test_another_number_of_ranks_keeps_the_pending_mean(sizes: tuple[int, ...], error_dtype: Any) -> None:
     """What is still to come in the mean over ranks is the residuals' sum divided by their number."""
@@ -171,22 +154,10 @@ def use(state: Mapping[str, Any], *, loads_first: bool, names: bool = True, rank
             id="a parameter too many",
         ),
         pytest.param(
-            lambda: saved([*SHAPES, (9, 9)], names=False),
-            {"names": False},
-            r"does not have \(4\)",
-            id="an unnamed parameter too many",
-        ),
-        pytest.param(
             lambda: saved([*SHAPES[:3], (9, 9)]),
             {},
             r"error feedback of p3 .*\(9, 9\).*\(8, 6\).*another model",
             id="a parameter of another shape",
-        ),
-        pytest.param(
-            lambda: saved([(8, 5), *SHAPES[1:]], names=False),
-            {"names": False},
-            "error feedback of parameter 0 .*another model",
-            id="an unnamed parameter of another shape",
         ),
         pytest.param(
             lambda: {**saved(), "factors": {"p0": torch.zeros(2, 7)}},
@@ -195,7 +166,6 @@ def use(state: Mapping[str, Any], *, loads_first: bool, names: bool = True, rank
             id="factors of another length",
         ),
         pytest.param(lambda: {"step": 3}, {}, "not a state of PowerSGD", id="other keys"),
-        pytest.param(lambda: {**saved(), "version": 99}, {}, "not a state of PowerSGD", id="another version"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(

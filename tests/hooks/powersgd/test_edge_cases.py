@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlap import Cast, PowerSGD
 
-from .checks import EPS, check_step, gradients, residual_size, residuals, world_of
+from .checks import EPS, check_step, gradients, residuals, world_of
 from .lockstep import World
 
 ZERO_SHAPES = [(6, 8), (6, 8), (8,)]
@@ -68,26 +68,6 @@ def test_an_element_that_is_not_finite_makes_its_matrix_nan_on_every_rank_and_ch
             assert all(bool(output.isfinite().all()) for output in world.step(local)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_more_than_half_precision_holds_does_not_stay_infinite(dtype: torch.dtype) -> None:
-    """Gradients that cancel in the mean are left out whole, and add up on each rank."""
-    large = torch.full((8, 6), 100.0)
-    large[3, 3] = 60000.0
-    world = world_of(2, [(8, 6)], rank=1, error_dtype=torch.float16)
-    for _ in range(3):
-        world.step([[large.to(dtype)], [-large.to(dtype)]])
-        assert all(residual_size(stage, world, 0) <= torch.finfo(torch.float16).max for stage in world.stages)
-    assert bool(world.step(gradients(0, 2, [(8, 6)], dtype))[0][0].isfinite().all())
-
-
-def test_an_exact_gradient_that_is_not_finite_passes_through() -> None:
-    world = world_of(2, [(4, 4), (3,)], rank=1)
-    local = gradients(0, 2, [(4, 4), (3,)], torch.float32)
-    local[0][1][1] = float("inf")
-    matrix, vector = world.step(local)[1]
-    assert vector[1] == float("inf") and bool(matrix.isfinite().all())
-
-
 BLOCKED = [
     {},
     {"alternate": True},
@@ -103,7 +83,7 @@ def test_a_large_matrix_taken_in_blocks_is_the_same(options: dict[str, Any], mon
     shapes = [(33, 8), (40, 5), (7, 9)]
 
     def outputs(block_numel: int) -> list[list[Tensor]]:
-        monkeypatch.setattr("overlap.hooks.powersgd.layout._BLOCK_NUMEL", block_numel)
+        monkeypatch.setattr("overlap.hooks.powersgd.algorithm._BLOCK_NUMEL", block_numel)
         world = world_of(2, shapes, rank=2, **options)
         found = []
         for step in range(5):
@@ -119,17 +99,13 @@ def test_a_large_matrix_taken_in_blocks_is_the_same(options: dict[str, Any], mon
 
 
 @pytest.mark.parametrize("alternate", [False, True])
-def test_memory_formats_change_nothing(alternate: bool) -> None:
+def test_nothing_is_lost_in_other_memory_formats(alternate: bool) -> None:
     shapes = [(8, 4, 3, 3), (12, 8)]
-    results = []
-    for transform in (lambda tensor: tensor, _strided):
-        world = world_of(2, shapes, rank=4, alternate=alternate)
-        for step in range(4):
-            local = gradients(step, 2, shapes, torch.float32)
-            outputs = check_step(world, [[transform(tensor) for tensor in one] for one in local], 1e-5)
-        results.append([*outputs, *residuals(world)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    world = world_of(2, shapes, rank=4, alternate=alternate)
+    for step in range(4):
+        check_step(
+            world, [[_strided(tensor) for tensor in one] for one in gradients(step, 2, shapes, torch.float32)], 1e-5
+        )
 
 
 def _strided(tensor: Tensor) -> Tensor:

@@ -158,7 +158,3 @@ def test_attributes_are_pytorchs_except_internal_ones() -> None:
     state = PowerSGDState(None, 2, 5)
     missing = {name for name in theirs.PowerSGDState.__slots__ if not hasattr(state, name)}
     assert missing == {"rng", "p_memory_dict", "q_memory_dict", "next_stats_report"}
-
-
-def test_statistics_start_as_pytorchs() -> None:
-    assert PowerSGDState(None, 2, 5).compression_stats() == theirs.PowerSGDState(None).compression_stats()

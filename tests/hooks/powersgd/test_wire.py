@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap import ConfigurationError, Float16, Int4, Int8, PowerSGD
+from overlap import Int4, Int8
 from overlap.hooks.wires import Wire
 
 from .by_hand import ByHand
@@ -57,14 +57,6 @@ def test_it_sends_the_bytes_that_it_counts(ranks: int) -> None:
     assert counted == [left + right + exact, sum(math.ceil(ranks * each / 4) for each in messages) + exact]
 
 
-def test_one_rank_rounds_nothing() -> None:
-    plain, wired = (world_of(1, SHAPES, rank=2, wire=wire) for wire in (None, Int4()))
-    for step in range(3):
-        local = gradients(step, 1, SHAPES, torch.float32)
-        for one, other in zip(plain.step(local)[0], wired.step(local)[0], strict=True):
-            assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_changes_no_memory_of_its_own(value: float, options: dict[str, Any]) -> None:
@@ -92,20 +84,3 @@ def test_a_gradient_that_is_not_finite_changes_no_memory_of_its_own(value: float
     tolerance = 64 * EPS[options.get("error_dtype", torch.float32)]
     for step in range(4, 7):
         check_step(world, gradients(step, 3, SHAPES, torch.float32), tolerance)
-
-
-def test_what_is_not_a_wire_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"wire must be a Wire such as Int8\(\), or None, got 8"):
-        PowerSGD(wire=8)  # type: ignore[arg-type]
-    assert PowerSGD(wire=Int4(chunk=8)).signature == "PowerSGD(rank=2, wire=Int4(chunk=8))"
-
-
-@pytest.mark.parametrize("wire", [Float16(), Int8()], ids=str)
-def test_finite_gradients_in_half_precision_stay_finite(wire: Wire) -> None:
-    """Factors are larger than gradients by up to the root of the longer side."""
-    world = world_of(2, [(64, 400)], rank=1, wire=wire)
-    large = torch.full((64, 400), 30000.0, dtype=torch.float16)
-    for _ in range(3):
-        check_step(world, [[large], [large]], 64 * EPS[torch.float16])
-        output = world.step([[large], [large]])[0][0]
-        assert bool(output.isfinite().all())

@@ -88,28 +88,6 @@ def test_values_are_as_close_as_the_docstring_says(wire: Wire, scale: float) -> 
             assert error.max() > 0.5 * bound.min()
 
 
-@EACH
-def test_what_was_sent_once_is_exact(wire: Wire) -> None:
-    once = _there_and_back(wire, torch.randn(9000))
-    assert torch.equal(_there_and_back(wire, once), once)
-    assert torch.equal(_there_and_back(wire, torch.zeros(9000)), torch.zeros(9000))
-
-
-@EACH
-def test_whole_numbers_are_exact_also_with_stochastic_rounding(wire: Wire) -> None:
-    values = torch.tensor([7.0, -4.0, 2.0, 0.0, -7.0, 1.0]).repeat(100)
-    if isinstance(wire, TopK):
-        values = values.where(torch.arange(600) % 600 < 6, torch.tensor(0.0))
-    if isinstance(wire, Int8):
-        values *= 127 / 7
-        values = values.trunc().where(values.abs() < 127, values.sign() * 127)
-    if isinstance(wire, Float8):
-        values *= 64
-    generator = torch.Generator().manual_seed(0)
-    assert torch.equal(_there_and_back(wire, values), values)
-    assert torch.equal(_there_and_back(_stochastic(wire), values, generator), values)
-
-
 GRIDS = pytest.mark.parametrize(("wire", "top"), [(Int4(), 7), (Int8(), 127)], ids=str)
 
 
@@ -195,12 +173,6 @@ def test_values_above_the_largest_become_infinite(wire: Wire) -> None:
     assert _there_and_back(wire, values[2:])[0] == math.inf
 
 
-@pytest.mark.parametrize("wire", [Int8(), Int4(), Float8()], ids=repr)
-def test_the_largest_numbers_stay_finite(wire: Wire) -> None:
-    values = torch.full((700,), wire.largest)
-    torch.testing.assert_close(_there_and_back(wire, values), values, rtol=2.0**-23, atol=0.0)
-
-
 DRAWS = 3000
 BIASED = [Float16(), BFloat16(), Float8(), Int8(), Int4(), TopK(1.0)]
 
@@ -261,7 +233,7 @@ def test_nothing_is_an_empty_message(wire: Wire) -> None:
 
 def test_bytes_on_the_page_are_those_of_the_codecs() -> None:
     page = (Path(overlap.__file__).parents[1] / "docs" / "wires.md").read_text()
-    rows = re.findall(r"^\| `([^`]+)` \| ([0-9.]+) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([^`]+)` \| (\d\.\d{3}) \|", page, re.MULTILINE)
     assert {eval(typed, vars(overlap)).__class__ for typed, _ in rows} == {type(wire) for wire in WIRES}
     for typed, share in rows:
         numel = 4096 * 1000

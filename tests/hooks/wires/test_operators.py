@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import run_ranks
-from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 from overlap._torch.device import streams_replaced
-from overlap.hooks import GatherQuantized, quantize
+from overlap.hooks import quantize
 from overlap.hooks.wires import QuantizedSum, exchange
 from overlap.hooks.wires.numbers import Affine8
-from overlap.optim.zero.exchange import Exchange
 
 from ..one_stream import OneStream
 
@@ -78,15 +75,15 @@ class Loopback:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coroutine[Any, Any, Any]], int]:
     """Counts the operators of a stage, whose collectives are those of this rank alone."""
 
-    def send_recv(sends: Any, receives: Any, *, group: Any, label: str) -> Loopback:
-        return Loopback((received, sent) for (received, _), (sent, _) in zip(receives, sends, strict=True))
+    def all_to_all(outputs: Any, inputs: Any, *, group: Any) -> Loopback:
+        return Loopback(zip(outputs, inputs, strict=True))
 
     def all_gather(output: torch.Tensor, input: torch.Tensor, *, group: Any) -> Loopback:
         return Loopback((part, input) for part in output.view(group.size(), -1))
 
     for module in (exchange, quantize):
         monkeypatch.setattr(module, "all_gather", all_gather)
-    monkeypatch.setattr(exchange, "send_recv", send_recv)
+    monkeypatch.setattr(exchange, "all_to_all", all_to_all)
 
     def count(coroutine: Coroutine[Any, Any, Any]) -> int:
         operators = Operators()
@@ -126,42 +123,6 @@ def test_the_operators_of_a_sum_do_not_depend_on_the_number_of_ranks(
         assert counts[8] <= counts[4] <= max(counts[3], counts[4]), counts
 
 
-@DEVICE
-def test_the_operators_of_a_gather_do_not_depend_on_the_number_of_ranks(has_streams: bool, alone: Any) -> None:
-    counts = {}
-    for size in (3, 4, 8):
-        bucket: Any = SimpleNamespace(buffer=torch.randn(5000), group=_group(size), divisor=size)
-        with _on(has_streams):
-            counts[size] = alone(GatherQuantized(512)(bucket))
-    assert counts[3] == counts[4] == counts[8]
-
-
-def _zero(rank: int, world_size: int, has_streams: bool) -> tuple[int, int]:
-    operators = {"_reduce_through": Operators(), "_gather_through": Operators()}
-    for name, into in operators.items():
-        original = getattr(Exchange, name)
-
-        async def counted(self: Any, *args: Any, original: Any = original, into: Any = into) -> None:
-            await Counted(original(self, *args), into)
-
-        setattr(Exchange, name, counted)
-    with _on(has_streams):
-        # Such that all of 4 or 5 ranks own as much, and the messages to them are alike.
-        model = torch.nn.Linear(128 * 8, 60, bias=False)
-        ddp = DistributedDataParallel(model)
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-        chain(ZeroStep(zero, reduce_wire=Int8(), gather_wire=Int4(), error_feedback=True)).register(ddp)
-        ddp(torch.ones(1, 128 * 8)).sum().backward()
-        zero.step()
-    return len(operators["_reduce_through"].names), len(operators["_gather_through"].names)
-
-
-@DEVICE
-def test_the_operators_of_a_sharded_update_do_not_depend_on_the_number_of_ranks(has_streams: bool) -> None:
-    of_four, of_five = (run_ranks(_zero, world_size, has_streams)[1] for world_size in (4, 5))
-    assert min(of_four) > 0 and of_five == of_four
-
-
 # Bytes -------------------------------------------------------------------------------------------------------
 
 
@@ -187,21 +148,3 @@ def test_rows_are_encoded_and_decoded_as_one_by_one(wire: Wire, has_streams: boo
         for message, row in zip(expected, decoded, strict=True):
             codec.decode(message, one)
             assert torch.equal(row, one)
-
-
-@WIRES
-def test_messages_are_added_in_their_order(wire: Wire) -> None:
-    for numel, count in ((5, 7), (4099, 5), (70_001, 9), (300_001, 3), (9, 0), (9, 1)):
-        codec = wire.codec(numel)
-        messages = torch.zeros(count, codec.message_bytes, dtype=torch.uint8)
-        codec.encode_rows(torch.randn(count, codec.numel), messages, _generator(wire))
-        total = torch.randn(codec.numel)
-        expected = total.clone()
-        for message in messages:
-            codec.decode(message, decoded := torch.empty_like(expected))
-            expected.add_(decoded)
-        with _on(True):
-            codec.add_rows(messages, on_device := total.clone())
-        assert torch.allclose(on_device, expected, atol=1e-5)
-        codec.add_rows(messages, total)
-        assert torch.equal(total, expected), numel
