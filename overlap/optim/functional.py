@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import as_list, described
 from overlap.errors import ConfigurationError, OverlapError
-from overlap.optim.subset import SubsetStepper
+from overlap.optim.stepper import SubsetStepper
 
 __all__ = [
     "FunctionalAdadelta",

@@ -43,11 +43,8 @@ from overlap.optim.phases import (
     ADDED_TO_APPLIED,
     APPLIED_TWICE,
     CANNOT_DISCARD_UNDER_JOIN,
-    FORWARD_OUTSIDE_NO_SYNC,
-    ONE_STEP_A_BACKWARD,
     REFUSED_ATTEMPTS,
     SECOND_BACKWARD,
-    STRAY_FORWARD,
     TRANSITIONS,
     UNREDUCED,
     Event,
@@ -55,7 +52,7 @@ from overlap.optim.phases import (
     Phase,
     Refusal,
 )
-from overlap.optim.scaler import Verdict
+from overlap.optim.stepper import Verdict
 
 __all__ = ["PassGradients", "UpdateLifecycle", "refusals_told"]
 
@@ -121,8 +118,6 @@ class UpdateLifecycle:
         self._groups = groups
         self._used: UsedValues | None = None
         self._has_forward = False  # Since the last step().
-        # Why DDP synchronized the last backward against ddp.no_sync(), with the remedy.
-        self._unwanted_sync: tuple[str, str] | None = None
 
     # Events.
 
@@ -152,10 +147,6 @@ class UpdateLifecycle:
         """
         if self.phase is Phase.FAILED and not self.sees_forwards:
             self.phase = Phase.IDLE
-        unwanted, ddp = None, self.ddp()
-        if not is_replay and ddp is not None and not ddp.require_backward_grad_sync:
-            unwanted = FORWARD_OUTSIDE_NO_SYNC if backward_may_synchronize(ddp) else STRAY_FORWARD
-        self._unwanted_sync = unwanted or self._unwanted_sync
         if is_replay:
             self._begin_replay()
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
@@ -166,7 +157,6 @@ class UpdateLifecycle:
             self._refuse(ADDED_TO_APPLIED)
         else:
             self._move(Event.BACKWARD)
-        self._unwanted_sync = unwanted
         self.outcome = outcome or self.form.outcome
         self.is_replay = is_replay
         self._used = None
@@ -268,7 +258,7 @@ class UpdateLifecycle:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, not the mean; zeros,
         with which an optimizer makes its state, are the same on every rank."""
         reduced = self.gradients.reduced
-        local = [p for p in pending if p in self.names and id(p) not in reduced]
+        local = [p for p in pending if id(p) not in reduced and p in self.names]
         if local and allows_zeros:
             local = _nonzero(local)
         if not local:
@@ -340,13 +330,10 @@ class UpdateLifecycle:
         reduced, owns, form = self.gradients.reduced, self.gradients.owns, self.form
         missing = [name for parameter, name in self.names.items() if id(parameter) not in reduced and owns(parameter)]
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        cause, remedy = self._unwanted_sync or ONE_STEP_A_BACKWARD
-        if form.adds_up:
-            adds_up = f"use {form.edits}, whose backwards add up as in plain DDP"
-            remedy = f"{remedy}; or {adds_up}" if cause else f"{adds_up}; or {remedy}"
+        adds_up = f"use {form.edits}, whose backwards add up as in plain DDP; or " if form.adds_up else ""
         self.phase = refusal.then or self.phase
-        words = {"step": form.step, "deferred": form.deferred, "skip": form.skip, "missing": listed, "cause": cause}
-        raise TrainingLoopError(refusal.message.format(remedy=remedy.format(step=form.step), **words))
+        words = {"step": form.step, "deferred": form.deferred, "skip": form.skip}
+        raise TrainingLoopError(refusal.message.format(missing=listed, adds_up=adds_up, **words))
 
 
 def _nonzero(parameters: list[Tensor]) -> list[Tensor]:

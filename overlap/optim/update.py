@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -40,7 +40,7 @@ from overlap.join.participation import active_join
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
 from overlap.optim.release import GradientRelease, check_releasable
-from overlap.optim.scaler import Verdict, skips_by_itself
+from overlap.optim.stepper import Verdict, skips_by_itself
 
 if TYPE_CHECKING:
     from overlap.optim.optimizer import LoopOptimizer
@@ -125,8 +125,6 @@ class Update(UpdateStage, Generic[L]):
         self._version: object = None
         # Gradients of the last backward that wait for its last bucket, or on a rank that replays for step().
         self.held: dict[Tensor, Tensor] = {}
-        # Under PyTorch's Join: by id, what any rank used in the last pass of which that was asked.
-        self._used_before: set[int] = set()
 
     # The primitives.
 
@@ -165,9 +163,14 @@ class Update(UpdateStage, Generic[L]):
     async def publish(self, bucket: Bucket, layout: L) -> None:
         """Bring the new parameters of ``bucket`` to all ranks. Sharded only."""
 
-    @abstractmethod
     def check_backward(self, *, is_replay: bool) -> None:
         """A backward begins. Raises: TrainingLoopError, UnsupportedError: it cannot be updated from."""
+        assert self.context is not None, "backward runs while the stage is attached"
+        if is_replay and self.finds_unused and active_join(self.context.group) is None:
+            raise UnsupportedError(
+                "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
+                "others used; use `with overlap.Join([ddp, optimizer])`"
+            )
 
     @abstractmethod
     def begin(self) -> None:
@@ -242,9 +245,7 @@ class Update(UpdateStage, Generic[L]):
         if not parameters or (is_left and not self.lifecycle.is_joining()):
             return None
         if bucket.is_replay and not (join is not None and join.replays_own_gradients):
-            # As DDP does: the parameters that any rank used in the pass before. Under overlap's Join: none.
-            former: Collection[int] = () if join is not None else self._used_before
-            local = [id(parameter) in former for parameter in parameters]
+            local = [False] * len(parameters)
         else:
             local = [parameter.grad is not None for parameter in parameters]
         if self.finds_unused is None:
@@ -258,16 +259,7 @@ class Update(UpdateStage, Generic[L]):
         await all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.group)
         if is_left and join is not None:
             return None  # Only ranks that replay have asked, and the host need not wait.
-        used = [bool(flag) for flag in flags.tolist()]
-        if self.is_sharded:
-            self._used_before.difference_update(map(id, parameters))
-            self._used_before.update(map(id, compress(parameters, used)))
-        return used
-
-    def note_used_gradients(self) -> None:
-        """The pass is over, and ``.grad`` tells which parameters were used; a rank that replays may be asked."""
-        if not (self.lifecycle.is_replay or self.lifecycle.is_joining()):
-            self._used_before = {id(p) for p in self.lifecycle.gradients.reduced.values() if p.grad is not None}
+        return [bool(flag) for flag in flags.tolist()]
 
     # A pass.
 
