@@ -25,7 +25,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -310,7 +310,7 @@ class UpdateLifecycle:
             text = REFUSED_ATTEMPTS[attempt.value]
         step = "the next forward" if form.outcome is Phase.STEPPED else form.step
         return TrainingLoopError(
-            text.format(name=name + others, step=step, deferred=form.deferred, edits=form.edits, clip=form.clip)
+            text.format(name=name + others, step=step, deferred=form.deferred_code, edits=form.edits, clip=form.clip)
         )
 
     def _on_zero(self) -> None:
@@ -332,7 +332,7 @@ class UpdateLifecycle:
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         adds_up = f"use {form.edits}, whose backwards add up as in plain DDP; or " if form.adds_up else ""
         self.phase = refusal.then or self.phase
-        words = {"step": form.step, "deferred": form.deferred, "skip": form.skip}
+        words = {"step": form.step, "deferred": form.deferred_code, "skip": form.skip}
         raise TrainingLoopError(refusal.message.format(missing=listed, adds_up=adds_up, **words))
 
 
@@ -404,11 +404,9 @@ class PassGradients(Terms):
         """A bucket has been reduced that holds the gradients of ``owned``, this update's parameters by ``id``."""
         self.reduced.update(owned)
 
-    def note_applied(self, parameters: Iterable[Tensor]) -> None:
+    def note_applied(self, parameters: Collection[Tensor]) -> None:
         """The gradients of these parameters, all of them this update's, have been applied."""
-        applied = self.applied
-        for parameter in parameters:
-            applied[id(parameter)] = parameter
+        self.applied.update(zip(map(id, parameters), parameters, strict=True))
 
     # Between backward and step().
 
@@ -614,6 +612,7 @@ class UsedValues:
 
     def refuse_changes(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str], form: Form) -> None:
         """Raises: TrainingLoopError: one of them has changed since. Parameters and keys may have been added."""
+        deferred = form.deferred_code
         between = f"between backward and {form.step}, but the update had been made in backward"
         for place, before in enumerate(self._groups):
             now = _values(groups[place] if place < len(groups) else {"params": ()})
@@ -621,14 +620,14 @@ class UsedValues:
                 continue
             if not set(before["params"]) <= set(now["params"]):
                 raise TrainingLoopError(
-                    f"parameters were taken out of parameter group {place} {between}: use {form.deferred}, or take "
+                    f"parameters were taken out of parameter group {place} {between}: use {deferred}, or take "
                     f"them out before the backward or after {form.step}"
                 )
             for key in before:
                 if key != "params" and (key not in now or now[key] != before[key]):
                     raise TrainingLoopError(
                         f"{key!r} of parameter group {place} was changed from {_shown(before[key])} to "
-                        f"{_shown(now.get(key))} {between} with {_shown(before[key])}: use {form.deferred}, or change "
+                        f"{_shown(now.get(key))} {between} with {_shown(before[key])}: use {deferred}, or change "
                         f"it before the backward or after {form.step}"
                     )
         now_versions = versions(self._parameters)
@@ -637,7 +636,7 @@ class UsedValues:
             changed = [names.get(parameter, "a parameter") for parameter in compress(self._parameters, differs)]
             raise TrainingLoopError(
                 f"{changed[0]}{and_others(changed, 'other parameter')} was changed {between} already, and plain DDP "
-                f"makes it after the change: use {form.deferred}, or change parameters after {form.step}"
+                f"makes it after the change: use {deferred}, or change parameters after {form.step}"
             )
 
 

@@ -160,7 +160,7 @@ class LoopOptimizer(Optimizer, Joinable):
     def _check_scaled(self) -> None:
         lifecycles = [update.lifecycle for update in self.updates]
         if any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
-            raise TrainingLoopError(SCALED_IN_BACKWARD.format(deferred=lifecycles[0].form.deferred))
+            raise TrainingLoopError(SCALED_IN_BACKWARD.format(deferred=lifecycles[0].form.deferred_code))
         if any(lifecycle.is_joining() for lifecycle in lifecycles):
             raise TrainingLoopError(SCALED_UNDER_JOIN)
         for update in self.updates:
@@ -379,15 +379,11 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
 
     def _note_stepped(self, pending: list[Tensor]) -> None:
         lifecycles = [update.lifecycle for update in self.updates]
-        if lifecycles and all(lifecycle.names for lifecycle in lifecycles):
-            for parameter in pending:
-                if not any(id(parameter) in lifecycle.gradients.applied for lifecycle in lifecycles):
-                    self._clear_outside(parameter)
-
-    def _clear_outside(self, parameter: Tensor) -> None:
-        """Clear the gradient of ``parameter`` if it is in no registered model, whose next forward would clear it."""
-        if not any(parameter in update.lifecycle.names for update in self.updates):
-            parameter.grad = None
+        if not all(lifecycle.names for lifecycle in lifecycles):
+            return
+        for parameter in pending if lifecycles else ():
+            if not any(id(parameter) in one.gradients.applied or parameter in one.names for one in lifecycles):
+                parameter.grad = None  # No forward of a model clears it.
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As the wrapped optimizer's. Raises: TrainingLoopError: the update was made in backward, and :meth:`step` is

@@ -223,8 +223,8 @@ class Form:
 
     step: str
     """The loop's call of ``step()``."""
-    deferred: str
-    """The deferred form."""
+    deferred_code: str
+    """How to write the deferred form."""
     edits: str = ""
     """The form whose gradients are the whole mean, and the loop's to edit."""
     clip: str = "ClipGradNorm(max_norm) in the chain"

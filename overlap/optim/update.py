@@ -388,7 +388,7 @@ class Update(UpdateStage, Generic[L]):
         if context.finds_unused and self.form.outcome is not Phase.REDUCED and has_streams(context.device):
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn which "
-                f"parameters no rank used; use {self.lifecycle.form.deferred}"
+                f"parameters no rank used; use {self.lifecycle.form.deferred_code}"
             )
         if self.releases_gradients:
             check_releasable(context, self)

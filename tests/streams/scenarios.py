@@ -29,11 +29,6 @@ from overlap import (
     chain,
     route,
 )
-<<<<<<< HEAD
-from overlap._torch.device import default_stream, on_stream
-=======
-from overlap.hooks import PostLocal, PostLocalSGDState
->>>>>>> fbdb57f (optim: released memory is back without the host; fewer special cases)
 
 from . import loops
 from .loops import Loop
@@ -180,6 +175,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "quantized collectives": Scenario(build=adamw, loop=loops.quantizes),
     "released": Scenario(build=step(AllReduce, release_gradients=True), model=Deep, ddp=_VIEWS, plain=adamw),
+    "released, sharded": Scenario(build=zero(release_gradients=True), model=Deep, ddp=_VIEWS, plain=adamw),
     "released, on two streams": Scenario(
         build=step(AllReduce, release_gradients=True), model=Branches, ddp=_VIEWS, plain=adamw
     ),

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-<<<<<<< HEAD
-from harness.streams import one_process
-
-from .mutants import MUTANTS
-from .play import Outcome, find, found_in_ranks, played
-from .scenarios import SCENARIOS
-=======
 from harness.streams import detecting, one_process
 from overlap import AllReduce, Bucket
 
 from .model import Deep, batch, wrapped
 from .mutants import MUTANTS
-from .play import PAGE, Outcome, find, found_in_ranks, page, played
+from .play import Outcome, find, found_in_ranks, played
 from .scenarios import SCENARIOS, step
->>>>>>> fbdb57f (optim: released memory is back without the host; fewer special cases)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +42,6 @@ def test_a_mutant_is_found(name: str) -> None:
 def test_mutants_of_two_ranks_are_found() -> None:
     found = found_in_ranks()
     assert found == {name: MUTANTS[name].found_as for name in found} and found
-<<<<<<< HEAD
-=======
-
-
-def test_the_page_shows_all_scenarios_and_mutants() -> None:
-    assert PAGE.read_text() == page(), "run `python tests/streams`"
 
 
 @pytest.mark.usefixtures("_group")
@@ -73,4 +60,3 @@ def test_buckets_that_are_released_have_room_for_the_next_ones_while_the_host_ru
             optimizer.step()
     bucket_bytes = 4 * sum(parameter.numel() for parameter in ddp.module.head.parameters())
     assert len(kept) == 14 and 0 < max(kept) <= 4 * bucket_bytes
->>>>>>> fbdb57f (optim: released memory is back without the host; fewer special cases)
