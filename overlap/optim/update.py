@@ -100,6 +100,7 @@ class Update(UpdateStage, Generic[L]):
                 "deferred=False rules out; leave deferred out"
             )
         self.form = replace(form, is_deferred=bool(deferred) or self.clipping is not None)
+        """As the stage was made; that of the lifecycle is as it stands in its chain."""
         if release_gradients and self.form.is_deferred:
             asked = "deferred=True" if clip_grad_norm is None else f"clip_grad_norm={clip_grad_norm}"
             raise ConfigurationError(
