@@ -180,7 +180,7 @@ class Run:
         for update, form in self.updates.items():
             if form.outcome is not Phase.REDUCED:
                 raise ConfigurationError(
-                    f"{what}, but {update!r} has made the update in backward by then: use {form.deferred}{instead}"
+                    f"{what}, but {update!r} has made the update in backward by then: use {form.deferred_code}{instead}"
                 )
 
     def consolidate(self) -> None:

@@ -30,7 +30,6 @@ __all__ = [
     "check_one_eps",
     "check_unit",
     "declare",
-    "runs_on_current_stream",
     "unit_of",
 ]
 
@@ -83,14 +82,10 @@ KNOWN: Mapping[str, Unit] = {
 }
 """Unit by ``"<top-level package>.<ClassName>"``; of ``torch``, those of ``torch.optim``."""
 
-# Packages whose kernels run on the default stream, whatever the current one is.
-_ON_DEFAULT_STREAM = frozenset({"bitsandbytes"})
-
 # Names that a derived class must not define anew, beside all that are not special: properties would replace attributes.
 _DECISIVE = {"defaults", "param_groups", "state", "__getattribute__", "__getattr__", "__setattr__", "__setstate__"}
 
 _declared: WeakKeyDictionary[type[Optimizer], Unit] = WeakKeyDictionary()
-_on_current_stream: WeakKeyDictionary[type[Optimizer], bool] = WeakKeyDictionary()
 
 
 @overload
@@ -111,7 +106,7 @@ def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
     - keeps no state beside that of the parameters, and needs no hook that runs before it;
     - writes to a group, or to an attribute of the optimizer, nothing but plain values (a count of calls) that are the
       same whichever parameters are stepped;
-    - runs its kernels on the current stream.
+    - runs its kernels on the current stream, as those of bitsandbytes do not.
 
     The optimizers of ``torch.optim`` and many others are known without a declaration. A declaration holds for derived
     classes that override nothing of the class but ``__init__`` and ``__repr__``. **A declaration is not checked: if it
@@ -128,7 +123,8 @@ def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
         ``cls``.
 
     Raises:
-        ConfigurationError: ``cls`` is not a subclass of ``torch.optim.Optimizer``, or there is no such ``unit``.
+        ConfigurationError: ``cls`` is not a subclass of ``torch.optim.Optimizer``, or is of bitsandbytes; or there is
+            no such ``unit``.
 
     >>> @declare("element")
     ... class SignSGD(torch.optim.Optimizer): ...
@@ -141,8 +137,12 @@ def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         instead = f"declare(type(optimizer), {unit!r})" if isinstance(cls, Optimizer) else 'declare(Lion, "element")'
         raise ConfigurationError(f"declare takes a class of optimizers, got {described(cls)}; use {instead}")
+    if any(base.__module__.partition(".")[0] == "bitsandbytes" for base in cls.__mro__):
+        raise ConfigurationError(
+            f"{cls.__name__} is not to be declared: the kernels of bitsandbytes run on the default stream, where "
+            "gradients may not be reduced yet; use Step(OverlappedOptimizer(optimizer), deferred=True)"
+        )
     _declared[cls] = _checked(unit, cls.__name__)
-    _on_current_stream.clear()
     return cls
 
 
@@ -236,12 +236,3 @@ def check_one_eps(optimizer: Optimizer, *, instead: str) -> None:
                 f"for all parameters of a group becomes that of the first one's dtype, and a group has "
                 f"{' and '.join(dtypes)}; give a number, or a group to each dtype, or use {instead}"
             )
-
-
-def runs_on_current_stream(optimizer: Optimizer) -> bool:
-    """Whether all kernels of ``optimizer`` run on the current stream."""
-    cls = type(optimizer)
-    if (known := _on_current_stream.get(cls)) is None:
-        packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
-        known = _on_current_stream[cls] = unit_of(cls) is not None and packages.isdisjoint(_ON_DEFAULT_STREAM)
-    return known and own_step(optimizer) is None

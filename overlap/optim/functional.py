@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import as_list, described
 from overlap.errors import ConfigurationError, OverlapError
-from overlap.optim.subset import SubsetStepper
+from overlap.optim.stepper import SubsetStepper
 
 __all__ = [
     "FunctionalAdadelta",
@@ -48,7 +48,9 @@ class FunctionalOptimizer:
 
     optimizer_class: ClassVar[type[Optimizer]]
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, of: type[Optimizer] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.optimizer_class = of or cls.optimizer_class
         example = f">>> {cls.__name__}([torch.ones(2)], lr=0.5).step([torch.ones(2)])"
         cls.__doc__ = f"{cls.__doc__}\n\n{example}\n"
 
@@ -127,49 +129,33 @@ class FunctionalOptimizer:
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
-class FunctionalSGD(FunctionalOptimizer):
+class FunctionalSGD(FunctionalOptimizer, of=torch.optim.SGD):
     """``torch.optim.SGD`` with gradients as arguments."""
 
-    optimizer_class = torch.optim.SGD
 
-
-class FunctionalAdam(FunctionalOptimizer):
+class FunctionalAdam(FunctionalOptimizer, of=torch.optim.Adam):
     """``torch.optim.Adam`` with gradients as arguments."""
 
-    optimizer_class = torch.optim.Adam
 
-
-class FunctionalAdamW(FunctionalOptimizer):
+class FunctionalAdamW(FunctionalOptimizer, of=torch.optim.AdamW):
     """``torch.optim.AdamW`` with gradients as arguments."""
 
-    optimizer_class = torch.optim.AdamW
 
-
-class FunctionalAdagrad(FunctionalOptimizer):
+class FunctionalAdagrad(FunctionalOptimizer, of=torch.optim.Adagrad):
     """``torch.optim.Adagrad`` with gradients as arguments."""
 
-    optimizer_class = torch.optim.Adagrad
 
-
-class FunctionalAdadelta(FunctionalOptimizer):
+class FunctionalAdadelta(FunctionalOptimizer, of=torch.optim.Adadelta):
     """``torch.optim.Adadelta`` with gradients as arguments."""
 
-    optimizer_class = torch.optim.Adadelta
 
-
-class FunctionalAdamax(FunctionalOptimizer):
+class FunctionalAdamax(FunctionalOptimizer, of=torch.optim.Adamax):
     """``torch.optim.Adamax`` with gradients as arguments."""
 
-    optimizer_class = torch.optim.Adamax
 
-
-class FunctionalRMSprop(FunctionalOptimizer):
+class FunctionalRMSprop(FunctionalOptimizer, of=torch.optim.RMSprop):
     """``torch.optim.RMSprop`` with gradients as arguments."""
 
-    optimizer_class = torch.optim.RMSprop
 
-
-class FunctionalRprop(FunctionalOptimizer):
+class FunctionalRprop(FunctionalOptimizer, of=torch.optim.Rprop):
     """``torch.optim.Rprop`` with gradients as arguments."""
-
-    optimizer_class = torch.optim.Rprop

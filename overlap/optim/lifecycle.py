@@ -25,7 +25,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -43,11 +43,8 @@ from overlap.optim.phases import (
     ADDED_TO_APPLIED,
     APPLIED_TWICE,
     CANNOT_DISCARD_UNDER_JOIN,
-    FORWARD_OUTSIDE_NO_SYNC,
-    ONE_STEP_A_BACKWARD,
     REFUSED_ATTEMPTS,
     SECOND_BACKWARD,
-    STRAY_FORWARD,
     TRANSITIONS,
     UNREDUCED,
     Event,
@@ -55,7 +52,7 @@ from overlap.optim.phases import (
     Phase,
     Refusal,
 )
-from overlap.optim.scaler import Verdict
+from overlap.optim.stepper import Verdict
 
 __all__ = ["PassGradients", "UpdateLifecycle", "refusals_told"]
 
@@ -121,8 +118,6 @@ class UpdateLifecycle:
         self._groups = groups
         self._used: UsedValues | None = None
         self._has_forward = False  # Since the last step().
-        # Why DDP synchronized the last backward against ddp.no_sync(), with the remedy.
-        self._unwanted_sync: tuple[str, str] | None = None
 
     # Events.
 
@@ -152,10 +147,6 @@ class UpdateLifecycle:
         """
         if self.phase is Phase.FAILED and not self.sees_forwards:
             self.phase = Phase.IDLE
-        unwanted, ddp = None, self.ddp()
-        if not is_replay and ddp is not None and not ddp.require_backward_grad_sync:
-            unwanted = FORWARD_OUTSIDE_NO_SYNC if backward_may_synchronize(ddp) else STRAY_FORWARD
-        self._unwanted_sync = unwanted or self._unwanted_sync
         if is_replay:
             self._begin_replay()
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
@@ -166,7 +157,6 @@ class UpdateLifecycle:
             self._refuse(ADDED_TO_APPLIED)
         else:
             self._move(Event.BACKWARD)
-        self._unwanted_sync = unwanted
         self.outcome = outcome or self.form.outcome
         self.is_replay = is_replay
         self._used = None
@@ -268,7 +258,7 @@ class UpdateLifecycle:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, not the mean; zeros,
         with which an optimizer makes its state, are the same on every rank."""
         reduced = self.gradients.reduced
-        local = [p for p in pending if p in self.names and id(p) not in reduced]
+        local = [p for p in pending if id(p) not in reduced and p in self.names]
         if local and allows_zeros:
             local = _nonzero(local)
         if not local:
@@ -320,7 +310,7 @@ class UpdateLifecycle:
             text = REFUSED_ATTEMPTS[attempt.value]
         step = "the next forward" if form.outcome is Phase.STEPPED else form.step
         return TrainingLoopError(
-            text.format(name=name + others, step=step, deferred=form.deferred, edits=form.edits, clip=form.clip)
+            text.format(name=name + others, step=step, deferred=form.deferred_code, edits=form.edits, clip=form.clip)
         )
 
     def _on_zero(self) -> None:
@@ -340,13 +330,10 @@ class UpdateLifecycle:
         reduced, owns, form = self.gradients.reduced, self.gradients.owns, self.form
         missing = [name for parameter, name in self.names.items() if id(parameter) not in reduced and owns(parameter)]
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        cause, remedy = self._unwanted_sync or ONE_STEP_A_BACKWARD
-        if form.adds_up:
-            adds_up = f"use {form.edits}, whose backwards add up as in plain DDP"
-            remedy = f"{remedy}; or {adds_up}" if cause else f"{adds_up}; or {remedy}"
+        adds_up = f"use {form.edits}, whose backwards add up as in plain DDP; or " if form.adds_up else ""
         self.phase = refusal.then or self.phase
-        words = {"step": form.step, "deferred": form.deferred, "skip": form.skip, "missing": listed, "cause": cause}
-        raise TrainingLoopError(refusal.message.format(remedy=remedy.format(step=form.step), **words))
+        words = {"step": form.step, "deferred": form.deferred_code, "skip": form.skip}
+        raise TrainingLoopError(refusal.message.format(missing=listed, adds_up=adds_up, **words))
 
 
 def _nonzero(parameters: list[Tensor]) -> list[Tensor]:
@@ -417,11 +404,9 @@ class PassGradients(Terms):
         """A bucket has been reduced that holds the gradients of ``owned``, this update's parameters by ``id``."""
         self.reduced.update(owned)
 
-    def note_applied(self, parameters: Iterable[Tensor]) -> None:
+    def note_applied(self, parameters: Collection[Tensor]) -> None:
         """The gradients of these parameters, all of them this update's, have been applied."""
-        applied = self.applied
-        for parameter in parameters:
-            applied[id(parameter)] = parameter
+        self.applied.update(zip(map(id, parameters), parameters, strict=True))
 
     # Between backward and step().
 
@@ -627,6 +612,7 @@ class UsedValues:
 
     def refuse_changes(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str], form: Form) -> None:
         """Raises: TrainingLoopError: one of them has changed since. Parameters and keys may have been added."""
+        deferred = form.deferred_code
         between = f"between backward and {form.step}, but the update had been made in backward"
         for place, before in enumerate(self._groups):
             now = _values(groups[place] if place < len(groups) else {"params": ()})
@@ -634,14 +620,14 @@ class UsedValues:
                 continue
             if not set(before["params"]) <= set(now["params"]):
                 raise TrainingLoopError(
-                    f"parameters were taken out of parameter group {place} {between}: use {form.deferred}, or take "
+                    f"parameters were taken out of parameter group {place} {between}: use {deferred}, or take "
                     f"them out before the backward or after {form.step}"
                 )
             for key in before:
                 if key != "params" and (key not in now or now[key] != before[key]):
                     raise TrainingLoopError(
                         f"{key!r} of parameter group {place} was changed from {_shown(before[key])} to "
-                        f"{_shown(now.get(key))} {between} with {_shown(before[key])}: use {form.deferred}, or change "
+                        f"{_shown(now.get(key))} {between} with {_shown(before[key])}: use {deferred}, or change "
                         f"it before the backward or after {form.step}"
                     )
         now_versions = versions(self._parameters)
@@ -650,7 +636,7 @@ class UsedValues:
             changed = [names.get(parameter, "a parameter") for parameter in compress(self._parameters, differs)]
             raise TrainingLoopError(
                 f"{changed[0]}{and_others(changed, 'other parameter')} was changed {between} already, and plain DDP "
-                f"makes it after the change: use {form.deferred}, or change parameters after {form.step}"
+                f"makes it after the change: use {deferred}, or change parameters after {form.step}"
             )
 
 

@@ -13,24 +13,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import refuse_capture, told
+from overlap._checks import refuse_capture
 from overlap._torch.optimizer import mark_stepped, patch_step, run_step_hooks, unwrapped
-from overlap.errors import ArgumentTypeError, ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
-from overlap.optim.lifecycle import PassGradients, refusals_told
+from overlap.optim.lifecycle import refusals_told
 from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase
-from overlap.optim.scaler import Verdict
-from overlap.optim.subset import StepGuard, SubsetStepper, check_optimizer, grads_replaced, step_whole
+from overlap.optim.stepper import StepGuard, SubsetStepper, Verdict, check_optimizer, grads_replaced, step_whole
 from overlap.optim.update import Update
 
 __all__ = ["LoopOptimizer", "OptimizerProxy", "OverlappedOptimizer"]
@@ -161,7 +160,7 @@ class LoopOptimizer(Optimizer, Joinable):
     def _check_scaled(self) -> None:
         lifecycles = [update.lifecycle for update in self.updates]
         if any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
-            raise TrainingLoopError(SCALED_IN_BACKWARD.format(deferred=lifecycles[0].form.deferred))
+            raise TrainingLoopError(SCALED_IN_BACKWARD.format(deferred=lifecycles[0].form.deferred_code))
         if any(lifecycle.is_joining() for lifecycle in lifecycles):
             raise TrainingLoopError(SCALED_UNDER_JOIN)
         for update in self.updates:
@@ -312,9 +311,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     4
     """
 
-    def __init__(self, optimizer: Optimizer, *others: Never, **options: Never) -> None:
-        if others or options:
-            raise ArgumentTypeError(_of_an_optimizer(optimizer, others, options))
+    def __init__(self, optimizer: Optimizer) -> None:
         optimizer = unwrapped(optimizer)
         if isinstance(optimizer, OverlappedOptimizer):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
@@ -325,8 +322,6 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         """Whether a stage has ever updated with this optimizer; if none has, nothing averages its gradients."""
         self.stepper = SubsetStepper(self.optimizer)
         """Steps parts of the parameters."""
-        self.outside = PassGradients(owns=lambda parameter: True)
-        """Gradients that :meth:`step` has applied of parameters which are in no registered model."""
 
     def _check_call(self, scaler: Verdict, arguments: Mapping[str, Any]) -> None:
         for update in self.updates:
@@ -345,12 +340,6 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
                 f"no stage updates with this {type(self.optimizer).__name__}'s OverlappedOptimizer, so nothing has "
                 "averaged its gradients over ranks: first call chain(AllReduce(), Step(optimizer)).register(ddp)"
             )
-
-    def _pending(self) -> list[Tensor]:
-        pending = super()._pending()
-        if pending and (as_left := set(map(id, self.outside.as_left()))):
-            pending = [parameter for parameter in pending if id(parameter) not in as_left]
-        return pending
 
     def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
         if scaler.is_supported_by(self.optimizer) and not any(update.clipping for update in self.updates):
@@ -389,16 +378,12 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         self.end_step()
 
     def _note_stepped(self, pending: list[Tensor]) -> None:
-        models = [update.lifecycle.names for update in self.updates]
-        if models and all(models):
-            # The next forward of a model clears the gradients of parameters that are in no registered one, too.
-            self.outside.note_applied([p for p in pending if not any(p in of_model for of_model in models)])
-            self.outside.note_left()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See :meth:`LoopOptimizer.zero_grad`."""
-        super().zero_grad(set_to_none)
-        self.outside.forget()
+        lifecycles = [update.lifecycle for update in self.updates]
+        if not all(lifecycle.names for lifecycle in lifecycles):
+            return
+        for parameter in pending if lifecycles else ():
+            if not any(id(parameter) in one.gradients.applied or parameter in one.names for one in lifecycles):
+                parameter.grad = None  # No forward of a model clears it.
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As the wrapped optimizer's. Raises: TrainingLoopError: the update was made in backward, and :meth:`step` is
@@ -494,14 +479,3 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         else:
             self.stepper.finish()
         run_step_hooks(self.optimizer, leaving_out=StepGuard)
-
-
-def _of_an_optimizer(given: object, others: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """The message where :class:`OverlappedOptimizer` was given the arguments of an optimizer's class."""
-    cls = next((one for one in (given, *others) if isinstance(one, type)), torch.optim.AdamW)
-    written = ", ".join(f"{key}={told(value)}" for key, value in options.items())
-    name = f"torch.optim.{cls.__name__}" if cls.__module__.startswith("torch.optim.") else cls.__name__
-    return (
-        "OverlappedOptimizer wraps one optimizer, which has its options already: write "
-        f"OverlappedOptimizer({name}(ddp.parameters(){', ' if written else ''}{written}))"
-    )

@@ -14,13 +14,10 @@ __all__ = [
     "ADDED_TO_APPLIED",
     "APPLIED_TWICE",
     "CANNOT_DISCARD_UNDER_JOIN",
-    "FORWARD_OUTSIDE_NO_SYNC",
-    "ONE_STEP_A_BACKWARD",
     "REFUSED_ATTEMPTS",
     "SCALED_IN_BACKWARD",
     "SCALED_UNDER_JOIN",
     "SECOND_BACKWARD",
-    "STRAY_FORWARD",
     "TRANSITIONS",
     "UNREDUCED",
     "Event",
@@ -75,25 +72,11 @@ class Refusal:
 
 
 SECOND_BACKWARD = Refusal(
-    "a second backward began before step() was called for the first{cause}: {remedy}; run the backward of a loss that "
-    "is not this optimizer's, such as a generator's, in `with {skip}:`",
+    "a second backward began before step() was called for the first: {adds_up}call {step} after each synchronized "
+    "backward, or run all but the last forward and backward of a step, both of them, under ddp.no_sync(), and forwards "
+    "that no backward follows under torch.no_grad(); run the backward of a loss that is not this optimizer's, such as "
+    "a generator's, in `with {skip}:`",
     then=Phase.FAILED,
-)
-ONE_STEP_A_BACKWARD = (
-    "",
-    (
-        "call {step} after each synchronized backward, or run all but the last forward and backward of a step under "
-        "ddp.no_sync()"
-    ),
-)
-"""How a second backward came about, and the remedy; likewise:"""
-FORWARD_OUTSIDE_NO_SYNC = (
-    " (one ran under ddp.no_sync(), but its forward did not, so DDP synchronized it)",
-    "run the forward inside of ddp.no_sync(), too",
-)
-STRAY_FORWARD = (
-    " (one ran under ddp.no_sync(), but DDP synchronized it, since a forward before had recorded gradients in vain)",
-    "run forwards that no backward follows, such as an evaluation's, under torch.no_grad()",
 )
 ADDED_TO_APPLIED = Refusal(
     "a backward has added to gradients that had been applied already, since no forward came after {step} to clear "
@@ -240,8 +223,8 @@ class Form:
 
     step: str
     """The loop's call of ``step()``."""
-    deferred: str
-    """The deferred form."""
+    deferred_code: str
+    """How to write the deferred form."""
     edits: str = ""
     """The form whose gradients are the whole mean, and the loop's to edit."""
     clip: str = "ClipGradNorm(max_norm) in the chain"

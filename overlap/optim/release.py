@@ -9,7 +9,11 @@ views of it (``gradient_as_bucket_view=True``). A released bucket goes through t
 2. A tensor hook of each parameter runs before autograd sets ``.grad``, and so before DDP copies into the bucket. The
    first one allocates the storage. Where DDP looks for unused parameters, it writes their zeros at the first gradient
    of all, and so does the hook allocate all storages.
-3. When the bucket's last stage is done and all of its parameters are updated, the storage is emptied again.
+3. When the bucket's last stage is done and all of its parameters are updated, the storage is emptied again. On streams
+   that is when a later bucket is allocated: the stream that had allocated it first waits until the stages' stream is
+   done with it, and may have its memory at once. (The allocator keeps memory that was told of another stream, by
+   ``record_stream``, until the host has seen that stream come to its end, and the host runs far ahead.) The last two
+   buckets are left alone, so that the wait is for work that was done long ago.
 4. DDP's finalization makes views of every bucket, and reads no value: where ``.grad`` is ``None`` it sets a view, and
    nothing is copied from the hook's result, which is the bucket itself. So when the last bucket arrives, all storages
    are allocated once more until backward is over. On a CPU memory that is not touched takes nothing. Elsewhere it takes
@@ -55,6 +59,8 @@ __all__ = ["GradientRelease", "check_releasable"]
 
 # Of a storage, beside DDP's views: DDP's tensor of the whole bucket, and this module's reference to the storage.
 _OWN_USES = 2
+# So many buckets that are done are not waited for on streams.
+_LEFT_ALONE = 2
 
 
 def check_releasable(context: StageContext, stage: object) -> None:
@@ -95,7 +101,9 @@ class _Memory:
         self._layout = tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in views)
         # From DDP's first finalization on, it has a second view for each parameter, of the hook's result.
         self._is_finalized = False
+        # The stream that has allocated the storage, and the event of that; and the event of its last use.
         self._allocation: tuple[Any, Any] | None = None
+        self._last_use: Any = None
 
     def lend(self, bucket: Bucket) -> Bucket:
         """``bucket`` for the stages: its buffer counts as a use of the storage while anything keeps it."""
@@ -106,6 +114,15 @@ class _Memory:
         """Replace each ``.grad`` in the storage, which may be DDP's view, by a tensor that counts as a use."""
         for parameter, gradient in self._gradients():
             parameter.grad = gradient.data
+
+    def note_done(self, buffer: Tensor) -> None:
+        """The bucket with this ``buffer`` is updated, when the current stream has done what is queued so far."""
+        self.clear_gradients()
+        self.is_done = True
+        if self._allocation is None:
+            hold(buffer)  # DDP has allocated it, on any stream.
+        else:
+            self._last_use = recorded_event(buffer.device)
 
     def clear_gradients(self) -> None:
         for parameter, _ in self._gradients():
@@ -144,8 +161,10 @@ class _Memory:
         """Empty the storage if only DDP's own tensors use it; returns whether it did."""
         if storage_uses(self._storage) != _OWN_USES + len(self.parameters) * (1 + self._is_finalized):
             return False
+        if self._allocation is not None and self._last_use is not None:
+            self._allocation[0].wait_event(self._last_use)
         resize_storage(self._storage, 0)
-        self._allocation = None
+        self._allocation = self._last_use = None
         return True
 
 
@@ -217,6 +236,7 @@ class GradientRelease:
                 self._allocate(list(self._memories.values()))
         elif memory is not None and memory.is_empty:
             with self._lock:
+                self._empty_done(but=_LEFT_ALONE)
                 self._allocate([memory])
         if memory is not None:
             memory.wait_until_allocated()
@@ -260,12 +280,12 @@ class GradientRelease:
         memory = self._by_parameter[id(bucket.parameters[0])]
         with self._lock:
             if all(self._may_go(parameter, memory) for parameter in memory.parameters):
-                memory.clear_gradients()
-                memory.is_done = True
-                hold(bucket.buffer)
+                memory.note_done(bucket.buffer)
+            if has_streams(bucket.buffer.device):
+                return
             if self._pass is not _Pass.ENDING:
                 self._empty_done()
-            elif memory.is_done and not has_streams(bucket.buffer.device) and memory.empty_if_idle():
+            elif memory.is_done and memory.empty_if_idle():
                 memory.allocate()
 
     def _may_go(self, parameter: Tensor, memory: _Memory) -> bool:
@@ -289,11 +309,12 @@ class GradientRelease:
                 self.released += [parameter for parameter in memory.parameters if self._is_applied(parameter)]
                 memory.empty_if_idle()
 
-    def _empty_done(self) -> None:
-        """Empty the buckets that are done, unless they are in use; DDP finalizes none of them now."""
-        for memory in self._memories.values():
-            if memory.is_done and not memory.is_empty and self._pass is not _Pass.ENDING:
-                memory.empty_if_idle()
+    def _empty_done(self, *, but: int = 0) -> None:
+        """Empty the buckets that are done, ``but`` the last ones, unless they are in use; DDP finalizes none of them
+        now."""
+        done = [memory for memory in self._memories.values() if memory.is_done and not memory.is_empty]
+        for memory in done[: max(0, len(done) - but)] if self._pass is not _Pass.ENDING else ():
+            memory.empty_if_idle()
 
     def remove(self) -> None:
         """Allocate every bucket again, for the model trains on without release."""

@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 from overlap._checks import as_list, told
 from overlap._torch import classes
 from overlap._torch.optimizer import pre_hooks, runs_step_hooks, unwrapped
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, StageContext
-from overlap.join.participation import active_join
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.lifecycle import and_others
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import Form, Phase
-from overlap.optim.subset import StepGuard, raise_versions
+from overlap.optim.stepper import StepGuard, raise_versions
 from overlap.optim.update import BucketLayout, Update
 
 __all__ = ["Step"]
@@ -189,22 +188,8 @@ class Step(Update[StepLayout]):
         self.optimizer._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
         raise_versions(list(held), self.optimizer.param_groups)
 
-    def check_backward(self, *, is_replay: bool) -> None:
-        assert self.context is not None, "backward runs while the stage is attached"
-        is_asked = is_replay and self.finds_unused and self.form.outcome is Phase.REDUCED
-        if is_asked and active_join(self.context.group) is None:
-            raise UnsupportedError(
-                "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
-                "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
-            )
-
     def begin(self) -> None:
         self.optimizer.begin_backward(self)
-
-    def before_forward(self) -> None:
-        if self.optimizer.outside.applied:
-            self.optimizer.outside.clear_applied()
-        super().before_forward()
 
     def conclude(self) -> None:
         """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -40,7 +40,7 @@ from overlap.join.participation import active_join
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
 from overlap.optim.release import GradientRelease, check_releasable
-from overlap.optim.scaler import Verdict, skips_by_itself
+from overlap.optim.stepper import Verdict, skips_by_itself
 
 if TYPE_CHECKING:
     from overlap.optim.optimizer import LoopOptimizer
@@ -100,6 +100,7 @@ class Update(UpdateStage, Generic[L]):
                 "deferred=False rules out; leave deferred out"
             )
         self.form = replace(form, is_deferred=bool(deferred) or self.clipping is not None)
+        """As the stage was made; that of the lifecycle is as it stands in its chain."""
         if release_gradients and self.form.is_deferred:
             asked = "deferred=True" if clip_grad_norm is None else f"clip_grad_norm={clip_grad_norm}"
             raise ConfigurationError(
@@ -125,8 +126,6 @@ class Update(UpdateStage, Generic[L]):
         self._version: object = None
         # Gradients of the last backward that wait for its last bucket, or on a rank that replays for step().
         self.held: dict[Tensor, Tensor] = {}
-        # Under PyTorch's Join: by id, what any rank used in the last pass of which that was asked.
-        self._used_before: set[int] = set()
 
     # The primitives.
 
@@ -165,9 +164,14 @@ class Update(UpdateStage, Generic[L]):
     async def publish(self, bucket: Bucket, layout: L) -> None:
         """Bring the new parameters of ``bucket`` to all ranks. Sharded only."""
 
-    @abstractmethod
     def check_backward(self, *, is_replay: bool) -> None:
         """A backward begins. Raises: TrainingLoopError, UnsupportedError: it cannot be updated from."""
+        assert self.context is not None, "backward runs while the stage is attached"
+        if is_replay and self.finds_unused and active_join(self.context.group) is None:
+            raise UnsupportedError(
+                "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
+                "others used; use `with overlap.Join([ddp, optimizer])`"
+            )
 
     @abstractmethod
     def begin(self) -> None:
@@ -242,9 +246,7 @@ class Update(UpdateStage, Generic[L]):
         if not parameters or (is_left and not self.lifecycle.is_joining()):
             return None
         if bucket.is_replay and not (join is not None and join.replays_own_gradients):
-            # As DDP does: the parameters that any rank used in the pass before. Under overlap's Join: none.
-            former: Collection[int] = () if join is not None else self._used_before
-            local = [id(parameter) in former for parameter in parameters]
+            local = [False] * len(parameters)
         else:
             local = [parameter.grad is not None for parameter in parameters]
         if self.finds_unused is None:
@@ -258,16 +260,7 @@ class Update(UpdateStage, Generic[L]):
         await all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.group)
         if is_left and join is not None:
             return None  # Only ranks that replay have asked, and the host need not wait.
-        used = [bool(flag) for flag in flags.tolist()]
-        if self.is_sharded:
-            self._used_before.difference_update(map(id, parameters))
-            self._used_before.update(map(id, compress(parameters, used)))
-        return used
-
-    def note_used_gradients(self) -> None:
-        """The pass is over, and ``.grad`` tells which parameters were used; a rank that replays may be asked."""
-        if not (self.lifecycle.is_replay or self.lifecycle.is_joining()):
-            self._used_before = {id(p) for p in self.lifecycle.gradients.reduced.values() if p.grad is not None}
+        return [bool(flag) for flag in flags.tolist()]
 
     # A pass.
 
@@ -396,7 +389,7 @@ class Update(UpdateStage, Generic[L]):
         if context.finds_unused and self.form.outcome is not Phase.REDUCED and has_streams(context.device):
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn which "
-                f"parameters no rank used; use {self.lifecycle.form.deferred}"
+                f"parameters no rank used; use {self.lifecycle.form.deferred_code}"
             )
         if self.releases_gradients:
             check_releasable(context, self)

@@ -165,13 +165,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # The update in backward.
     "only one parameter of a bucket is stepped": Mutant(
-        "optim/subset.py",
+        "optim/stepper.py",
         "members.setdefault(self._places[id(parameter)], []).append(parameter)",
         "members.setdefault(self._places[id(parameter)], [parameter])",
         _STEP,
     ),
     "the learning rate of an earlier step": Mutant(
-        "optim/subset.py",
+        "optim/stepper.py",
         'return {"params": parameters}',
         'return {**group, "params": parameters}',
         "loops/test_loops.py -k LambdaLR",
@@ -192,7 +192,7 @@ MUTANTS: dict[str, Mutant] = {
         "optim/test_step_outside.py -k another_loss",
     ),
     "found_inf is ignored": Mutant(
-        "optim/scaler.py",
+        "optim/stepper.py",
         "return bool(self.found_inf.item())",
         "return False",
         "optim/test_step_grad_scaler.py",
@@ -211,7 +211,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "gradients of no_sync() are applied": Mutant(
         "optim/lifecycle.py",
-        "local = [p for p in pending if p in self.names and id(p) not in reduced]",
+        "local = [p for p in pending if id(p) not in reduced and p in self.names]",
         "local = []",
         "optim/test_step_loop_errors.py -k not_reduced",
     ),

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-from harness import Record, wrap
+from harness import wrap
 from harness.models import Case
 from overlap import AllReduce, OverlappedOptimizer, Registration, Step, chain, declare
 
 Make = Callable[[Any], torch.optim.Optimizer]
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-
-BOTH_MODES = pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
 
 
 def plain_ddp(case: Case, make: Make) -> tuple[Any, torch.optim.Optimizer]:
@@ -30,11 +26,6 @@ def overlapped_ddp(case: Case, make: Make, **step_options: Any) -> tuple[Any, Ov
     ddp = wrap(case.model(), **case.ddp_options())
     optimizer = OverlappedOptimizer(make(ddp.parameters()))
     return ddp, optimizer, chain(AllReduce(), Step(optimizer, **step_options)).register(ddp)
-
-
-def renumbered(records: list[Record], start: int) -> list[Record]:
-    """Records of a run that goes on from step `start`."""
-    return [dataclasses.replace(record, step=record.step + start) for record in records]
 
 
 class NoScheduler:

@@ -40,48 +40,38 @@ def _trained_by_backward_alone(rank: int, ddp: Any) -> Parameters:
     return parameters
 
 
-def _with_ddp_itself(rank: int, world_size: int, make: Any) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(make(ddp.parameters()))))
-    assert_parity(_trained_by_backward_alone(rank, ddp), _reference(rank), what="registered with DDP itself")
+def _in_backward(rank: int, world_size: int) -> None:
+    functional = functools.partial(FunctionalSGD, lr=0.1, momentum=0.9)
+    reference = _reference(rank)
+    for is_late in (False, True):
+        for with_ddp_itself in (False, True):
+            ddp = wrap(MLP.model(), **MLP.ddp_options())
+            made = functional([], _allow_empty_param_list=True) if is_late else functional(ddp.parameters())
+            hook = hook_then_optimizer(allreduce_hook, OptimizerHookState(made))
+            if with_ddp_itself:
+                ddp.register_comm_hook(None, hook)
+            else:
+                register(ddp, hook)
+            candidate = _trained_by_backward_alone(rank, ddp)
+            assert_parity(candidate, reference, what=f"without parameters at first: {is_late}, {with_ddp_itself=}")
 
 
-@pytest.mark.parametrize(
-    "make", [SGD, functools.partial(FunctionalSGD, lr=0.1, momentum=0.9)], ids=["SGD", "FunctionalSGD"]
-)
-def test_the_hook_updates_when_registered_with_ddp_itself(make: Any) -> None:
-    run_ranks(_with_ddp_itself, 2, make)
+def test_a_functional_optimizer_updates_in_backward_also_parameters_that_come() -> None:
+    run_ranks(_in_backward, 2)
 
 
-def _without_parameters(rank: int, world_size: int, with_ddp_itself: bool) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    functional = FunctionalSGD([], lr=0.1, momentum=0.9, _allow_empty_param_list=True)
-    hook = hook_then_optimizer(allreduce_hook, OptimizerHookState(functional))
-    if with_ddp_itself:
-        ddp.register_comm_hook(None, hook)
-    else:
-        register(ddp, hook)
-    candidate = _trained_by_backward_alone(rank, ddp)
-    assert_parity(candidate, _reference(rank), what="a functional optimizer without parameters at first")
+def _parameter_in_no_bucket(rank: int, world_size: int) -> None:
+    for with_ddp_itself in (False, True):
+        ddp, head = wrap(MLP.model(), **MLP.ddp_options()), torch.nn.Linear(16, 1)
+        optimizer = SGD(ddp.parameters())
+        if with_ddp_itself:
+            ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+        else:
+            chain(AllReduce(), Step(optimizer)).register(ddp)
+        optimizer.add_param_group({"params": head.parameters()})
+        with pytest.raises(TrainingLoopError, match="2 parameters of the SGD have gradients but are in no bucket"):
+            head(ddp(*MLP.batch(0, rank).inputs)).sum().backward()
 
 
-@pytest.mark.parametrize("with_ddp_itself", [False, True], ids=["register", "register_comm_hook"])
-def test_a_functional_optimizer_without_parameters_takes_those_that_come(with_ddp_itself: bool) -> None:
-    run_ranks(_without_parameters, 2, with_ddp_itself)
-
-
-def _parameter_in_no_bucket(rank: int, world_size: int, with_ddp_itself: bool) -> None:
-    ddp, head = wrap(MLP.model(), **MLP.ddp_options()), torch.nn.Linear(16, 1)
-    optimizer = SGD(ddp.parameters())
-    if with_ddp_itself:
-        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
-    else:
-        chain(AllReduce(), Step(optimizer)).register(ddp)
-    optimizer.add_param_group({"params": head.parameters()})
-    with pytest.raises(TrainingLoopError, match="2 parameters of the SGD have gradients but are in no bucket"):
-        head(ddp(*MLP.batch(0, rank).inputs)).sum().backward()
-
-
-@pytest.mark.parametrize("with_ddp_itself", [False, True], ids=["register", "register_comm_hook"])
-def test_a_parameter_that_backward_would_never_update_is_an_error(with_ddp_itself: bool) -> None:
-    run_ranks(_parameter_in_no_bucket, 2, with_ddp_itself)
+def test_a_parameter_that_backward_would_never_update_is_an_error() -> None:
+    run_ranks(_parameter_in_no_bucket, 2)

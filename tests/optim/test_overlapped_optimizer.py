@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import time
 from typing import Any
 
 import pytest
 import torch
-from step_loops import ADAMW, BOTH_MODES, SGD, overlapped_ddp, plain_ddp, renumbered
+from step_loops import ADAMW, SGD, NoScheduler, overlapped_ddp, plain_ddp
 from torch import nn
 
-from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness import assert_parity, overlapped_step, run_ranks, third_party, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -56,35 +57,6 @@ def test_what_cannot_be_overlapped_is_refused_by_name(optimizer: Any, error: typ
         OverlappedOptimizer(optimizer)
 
 
-def _resumed_twice(rank: int, world_size: int, deferred: bool) -> None:
-    batches = MLP.batches(rank, steps=9)
-    ddp, optimizer = plain_ddp(MLP, ADAMW)
-    reference = train(ddp, optimizer, batches)
-
-    ddp, optimizer = plain_ddp(MLP, ADAMW)
-    records = train(ddp, optimizer, batches[:3])
-    model_state, state = copy.deepcopy(ddp.module.state_dict()), copy.deepcopy(optimizer.state_dict())
-    ddp, overlapped, _ = overlapped_ddp(MLP, ADAMW, deferred=deferred)
-    ddp.module.load_state_dict(model_state)
-    overlapped.load_state_dict(state)
-    records += renumbered(train(ddp, overlapped, batches[3:6], step_fn=overlapped_step), 3)
-    model_state, state = copy.deepcopy(ddp.module.state_dict()), copy.deepcopy(overlapped.state_dict())
-    ddp, optimizer = plain_ddp(MLP, ADAMW)
-    ddp.module.load_state_dict(model_state)
-    optimizer.load_state_dict(state)
-    records += renumbered(train(ddp, optimizer, batches[6:]), 6)
-    # A new scheduler notes the rate that it starts from; that is not part of the update.
-    for record in (*records, *reference):
-        for group in record.optimizer["param_groups"]:
-            group.pop("initial_lr", None)
-    assert_parity(records, reference, what="plain, overlapped and plain in turn")
-
-
-@BOTH_MODES
-def test_training_resumes_exactly_from_plain_to_overlapped_and_back(deferred: bool) -> None:
-    run_ranks(_resumed_twice, 2, deferred)
-
-
 def _through_distributed_checkpoint(rank: int, world_size: int) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -119,7 +91,7 @@ class _NeedsALateWeight(nn.Module):
 
 
 def _updated_too_early(rank: int, world_size: int) -> None:
-    for implementation in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+    for implementation in ({"foreach": True}, {"fused": True}):
         _check_too_early(implementation)
 
 
@@ -156,24 +128,15 @@ def test_an_overlapped_optimizer_updates_the_rest_in_step() -> None:
     run_ranks(_rest_in_step, 2)
 
 
-def _ddp_with_three_in_backward() -> tuple[Any, list[nn.Parameter]]:
-    """The model, whose first three parameters a plain optimizer updates in backward, and its other parameters."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    in_backward, rest = list(ddp.parameters())[:3], list(ddp.parameters())[3:]
-    register(ddp, hook_then_optimizer(allreduce_hook, OptimizerHookState(SGD(in_backward), params=in_backward)))
-    return ddp, rest
-
-
 def _rest_averaged(rank: int, world_size: int) -> None:
     batch = MLP.batch(0, rank)
     reference, _ = plain_ddp(MLP, SGD)
     mean_squared_error(reference, batch).backward()
-    ddp, _ = _ddp_with_three_in_backward()
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    in_backward = list(ddp.parameters())[:3]
+    register(ddp, hook_then_optimizer(allreduce_hook, OptimizerHookState(SGD(in_backward), params=in_backward)))
     mean_squared_error(ddp, batch).backward()
-    candidate, expected = (
-        {name: parameter.grad.clone() for name, parameter in model.module.named_parameters()}
-        for model in (ddp, reference)
-    )
+    candidate, expected = ([p.grad.clone() for p in model.parameters()] for model in (ddp, reference))
     assert_parity(candidate, expected, what="averaged gradients of all")
 
 
@@ -181,11 +144,78 @@ def test_with_a_plain_optimizer_all_keep_their_averaged_gradients() -> None:
     run_ranks(_rest_averaged, 2)
 
 
-def test_params_must_not_be_empty() -> None:
-    with pytest.raises(ConfigurationError, match="params is empty"):
-        Step(SGD(nn.Linear(2, 2).parameters()), params=[])
+def test_params_must_be_the_optimizers_and_not_empty() -> None:
+    for params, match in (([], "params is empty"), ([nn.Parameter(torch.ones(1))], "does not have")):
+        with pytest.raises(ConfigurationError, match=match):
+            Step(SGD(nn.Linear(2, 2).parameters()), params=params)
 
 
-def test_params_must_be_the_optimizers() -> None:
-    with pytest.raises(ConfigurationError, match="does not have"):
-        Step(SGD(nn.Linear(2, 2).parameters()), params=[nn.Parameter(torch.ones(1))])
+# What it wraps, and what wraps it.
+
+
+class _Arguments(torch.optim.SGD):
+    """Takes more than a closure."""
+
+    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(factor)
+        return super().step(closure)
+
+
+def _with_arguments(rank: int, world_size: int) -> None:
+    batches = MLP.batches(rank, steps=4)
+
+    def halved(ddp: Any, optimizer: Any, batch: Any, loss_of: Any) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(ddp, batch)
+        loss.backward()
+        optimizer.step(factor=0.5)
+        return loss
+
+    make = functools.partial(_Arguments, lr=0.1)
+    reference = train(*plain_ddp(MLP, make), batches, step_fn=halved)
+    ddp, overlapped, _ = overlapped_ddp(MLP, make, deferred=True)
+    assert_parity(train(ddp, overlapped, batches, step_fn=halved), reference, what="step(factor=0.5), deferred")
+
+
+def test_other_arguments_of_step_reach_a_deferred_step() -> None:
+    run_ranks(_with_arguments, 2)
+
+
+class AcceleratedOptimizer(third_party.DelegatingOptimizer):
+    """Has the class name by which Accelerate's is recognized."""
+
+
+class LightningOptimizer:
+    """Made as Lightning's is: it takes on the class of what it wraps, and hands on what it has not."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("LightningSGD", (type(self), type(optimizer)), {})
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        return self._optimizer.step(closure, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def _unwrapped(rank: int, world_size: int) -> None:
+    batches = MLP.batches(rank, steps=4)
+    reference = train(*plain_ddp(MLP, SGD), batches, scheduler=NoScheduler)
+    for wrapper in (AcceleratedOptimizer, LightningOptimizer):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        overlapped = OverlappedOptimizer(wrapper(SGD(ddp.parameters())))
+        assert type(overlapped.optimizer) is torch.optim.SGD
+        outside = wrapper(overlapped)
+        chain(AllReduce(), Step(outside)).register(ddp)
+        candidate = train(ddp, outside, batches, step_fn=overlapped_step, scheduler=NoScheduler)
+        assert_parity(candidate, reference, what=f"{wrapper.__name__}, inside and around an OverlappedOptimizer")
+
+
+def test_wrappers_of_accelerate_and_lightning_are_taken_off() -> None:
+    run_ranks(_unwrapped, 2)

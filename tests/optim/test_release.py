@@ -31,7 +31,6 @@ from overlap import (
     Int8,
     OverlappedOptimizer,
     PeerError,
-    PowerSGD,
     Quantize,
     SkipNonFinite,
     Stage,
@@ -50,7 +49,7 @@ from overlap.optim.update import Update
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-FORMS = ("interleaved", "automatic", "zero", "zero in forward", "zero by parameter", "zero automatic")
+FORMS = ("interleaved", "automatic", "zero", "zero in forward", "zero by parameter")
 RELEASED = {"release_gradients": True}
 
 
@@ -137,26 +136,26 @@ def _step(ddp: Any, optimizer: Any, batch: Any, loss_of: Any, *, form: str) -> T
 
 CELLS: dict[str, list[tuple[str, Case, dict[str, Any]]]] = {
     "every form": [(form, MLP, {}) for form in FORMS],
-    "every model": [(form, case, {}) for form in ("interleaved", "zero") for case in CASES if case is not MLP],
+    "every model": [("zero" if place % 2 else "interleaved", case, {}) for place, case in enumerate(CASES)],
     "every kind of DDP": [
-        (form, MLP, {option: True})
-        for form in ("interleaved", "zero")
-        for option in ("static_graph", "find_unused_parameters")
+        ("interleaved", MLP, {"static_graph": True}),
+        ("zero", MLP, {"static_graph": True}),
+        ("interleaved", UNUSED_ON_SOME_RANKS, {}),
+        ("zero", UNUSED_ON_SOME_RANKS, {}),
     ],
 }
 
 
 def _equal(rank: int, world_size: int, cells: str) -> None:
     for form, case, options in CELLS[cells]:
-        for make in (SGD, functools.partial(ADAMW, foreach=case.name != "dtypes")):
-            batches = case.batches(rank, steps=6)
-            reference = wrapped(case, **options)
-            expected = train(reference, make(reference.parameters()), batches, step_fn=plain_step)
-            ddp = wrapped(case, **options)
-            optimizer = registered(form, ddp, make, **RELEASED)
-            found = train(ddp, optimizer, batches, step_fn=functools.partial(_step, form=form))
-            assert len(held_bytes(ddp)) >= 2, "parity over one bucket shows little"
-            assert_parity(found, expected, what=f"{form}, {case}, {options}, rank {rank}")
+        batches = case.batches(rank, steps=5)
+        reference = wrapped(case, **options)
+        expected = train(reference, ADAMW(reference.parameters()), batches, step_fn=plain_step)
+        ddp = wrapped(case, **options)
+        optimizer = registered(form, ddp, ADAMW, **RELEASED)
+        found = train(ddp, optimizer, batches, step_fn=functools.partial(_step, form=form))
+        assert len(held_bytes(ddp)) >= 2, "parity over one bucket shows little"
+        assert_parity(found, expected, what=f"{form}, {case}, {options}, rank {rank}")
 
 
 @pytest.mark.parametrize("cells", CELLS)
@@ -176,8 +175,6 @@ def _replicated(ddp: Any, *before: Stage, **options: Any) -> tuple[Any, list[Sta
 
 CHAINS: dict[str, Callable[..., tuple[Any, list[Stage]]]] = {
     "4 bits, feedback": lambda ddp, **o: _replicated(ddp, Quantize(Int4(), error_feedback=True), **o),
-    "factors": lambda ddp, **o: _replicated(ddp, PowerSGD(rank=1, min_compression_rate=1.0), **o),
-    "skipping": lambda ddp, **o: _replicated(ddp, AllReduce(), SkipNonFinite(), **o),
     "wires": lambda ddp, **o: _sharded(ddp, reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True, **o),
     "clipped, skipping": lambda ddp, **o: _sharded(ddp, ClipGradNorm(0.05), SkipNonFinite(), **o),
 }
@@ -191,7 +188,7 @@ def _chains(rank: int, world_size: int) -> None:
             ddp = wrapped()
             optimizer, stages = build(ddp, **options)
             chain(*stages).register(ddp)
-            trains(ddp, optimizer, rank, range(6))
+            trains(ddp, optimizer, rank, range(4))
             found.append([parameter.detach().clone() for parameter in ddp.parameters()])
         assert is_released(ddp), name
         assert_parity(found[1], found[0], what=name)
@@ -231,7 +228,7 @@ def _peak(form: str, width: int, **options: Any) -> int:
     for layer in model:  # Computing takes longer than reducing, as in models of use.
         layer.bias.register_hook(lambda gradient: time.sleep(0.02))
     inputs = torch.randn(4, width)
-    for step in range(4):
+    for step in range(3):
         if step == 2:  # The first pass has one bucket, and the second is the first that has others.
             Path("/proc/self/clear_refs").write_text("5")  # The recorded peak is what is resident now.
         ddp(inputs).square().mean().backward()
@@ -240,7 +237,7 @@ def _peak(form: str, width: int, **options: Any) -> int:
     return meter.peak_bytes()
 
 
-_WIDTH, _LAYERS = 512, 32
+_WIDTH, _LAYERS = 512, 24
 
 
 def _saved(rank: int, world_size: int, form: str) -> int:
@@ -254,7 +251,7 @@ def _saved(rank: int, world_size: int, form: str) -> int:
 def test_gradients_do_not_add_to_the_peak(form: str) -> None:
     model_bytes = _LAYERS * (_WIDTH * _WIDTH + _WIDTH) * 4
     for saved in run_ranks(_saved, 2, form):
-        # Of the gradients all but a few buckets, of which the model has 32.
+        # Of the gradients all but a few buckets, of which the model has 24.
         assert saved > model_bytes * 0.4, f"{saved / 2**20:.0f} of {model_bytes / 2**20:.0f} MiB"
 
 
@@ -297,13 +294,6 @@ def _another_between(ddp: Any, step: int, rank: int) -> Tensor:
     return loss
 
 
-def _local_between(ddp: Any, step: int, rank: int) -> Tensor:
-    loss = _loss(ddp, step, rank)
-    with ddp.no_sync():
-        _loss(ddp, step + 1, rank)
-    return loss
-
-
 def _module_between(ddp: Any, step: int, rank: int) -> Tensor:
     torch.autograd.grad(ddp.module(*MLP.batch(step, rank).inputs).sum(), list(ddp.parameters()))
     return _loss(ddp, step, rank)
@@ -311,7 +301,7 @@ def _module_between(ddp: Any, step: int, rank: int) -> Tensor:
 
 def _synchronized_after_all(rank: int, world_size: int) -> None:
     """Forwards of which the registration is not notified, and others between a forward and its backward."""
-    for loss in (_directly, _another_between, _local_between, _module_between):
+    for loss in (_directly, _another_between, _module_between):
         found = []
         for options in ({}, RELEASED):
             ddp = wrapped()
@@ -460,7 +450,7 @@ def _is_same(ddp: Any) -> bool:
 
 def _kept_in_a_stage(rank: int, world_size: int) -> None:
     for what, keep in KEEPERS.items():
-        for when in (0, 1, 3):
+        for when in (0, 3):
             kept: list[Any] = []
 
             def stage(bucket: Any, keep: Any = keep, when: int = when, kept: list[Any] = kept) -> None:
@@ -483,26 +473,6 @@ def _kept_in_a_stage(rank: int, world_size: int) -> None:
 
 def test_a_bucket_that_a_stage_keeps_has_its_memory_until_it_is_dropped() -> None:
     run_ranks(_kept_in_a_stage, 2)
-
-
-def _kept_by_a_loop(rank: int, world_size: int) -> None:
-    for form in ("interleaved", "zero"):
-        ddp = wrapped()
-        optimizer = registered(form, ddp, **RELEASED)
-        trains(ddp, optimizer, rank, range(3))
-        with optimizer.skip_update():
-            backward(ddp, 3, rank)
-        kept = list(ddp.parameters())[2].grad
-        optimizer.zero_grad()  # The backward is thrown away, what was kept of it is not.
-        trains(ddp, optimizer, rank, range(4, 6))
-        assert form == "zero" or bool(torch.isfinite(kept).all())
-        del kept
-        trains(ddp, optimizer, rank, range(6, 9))
-        assert is_released(ddp) and _is_same(ddp)
-
-
-def test_a_gradient_that_a_loop_keeps_has_its_memory_until_it_is_dropped() -> None:
-    run_ranks(_kept_by_a_loop, 2)
 
 
 class _Branches(nn.Module):

@@ -50,58 +50,29 @@ def _unreduced(rank: int, world_size: int, form: str) -> None:
         torch.testing.assert_close(parameter.detach(), old - 0.1 * (gradient / world_size + 0.01 * old))
 
 
-@pytest.mark.parametrize("form", ["interleaved", "deferred", "zero", "zero deferred"])
-def test_a_step_on_gradients_that_were_not_reduced_is_an_error_that_names_the_cause(form: str) -> None:
-    run_ranks(_unreduced, 2, form)
+def _each_unreduced(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "deferred", "zero", "zero deferred"):
+        _unreduced(rank, world_size, form)
 
 
-def _synchronized_under_no_sync(rank: int, world_size: int, form: str) -> None:
-    def forward(ddp: Any) -> torch.Tensor:
-        total: torch.Tensor = ddp(*MLP.batch(1, rank).inputs).square().sum()
-        return total
+def test_a_step_on_gradients_that_were_not_reduced_is_an_error_that_names_the_cause() -> None:
+    run_ranks(_each_unreduced, 2)
 
-    ddp, optimizer = _form(form)
-    loss = forward(ddp)
-    with ddp.no_sync():
-        loss.backward()
-    with pytest.raises(
-        TrainingLoopError, match=r"second backward .*its forward did not.*forward inside of ddp.no_sync"
+
+def _second_backward(rank: int, world_size: int) -> None:
+    for form, remedy in (
+        ("interleaved", r"use Step\(optimizer, deferred=True\).*; or call"),
+        ("zero", "call zero.step"),
     ):
-        forward(ddp).backward()
-    forward(ddp)  # Of an evaluation.
-    with ddp.no_sync():
-        forward(ddp).backward()
-    with pytest.raises(TrainingLoopError, match=r"second backward .*a forward before had recorded.*torch.no_grad\(\)"):
-        forward(ddp).backward()
-    backward(ddp, 2, rank)
-    optimizer.step()
-    backward(ddp, 2, rank)
-    remedy = (
-        r"use Step\(optimizer, deferred=True\).*; or call" if form == "interleaved" else r"first: call zero.step\(\)"
-    )
-    with pytest.raises(TrainingLoopError, match=remedy):
-        forward(ddp).backward()
+        ddp, optimizer = _form(form)
+        backward(ddp, 2, rank)
+        with pytest.raises(TrainingLoopError, match=f"second backward began.*{remedy}.*under ddp.no_sync"):
+            backward(ddp, 2, rank)
+        optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("form", ["interleaved", "zero"])
-def test_the_error_of_a_second_backward_names_why_ddp_synchronized_it_under_no_sync(form: str) -> None:
-    run_ranks(_synchronized_under_no_sync, 2, form)
-
-
-def _backward_again(rank: int, world_size: int) -> None:
-    ddp, optimizer = _form("interleaved")
-    loss = ddp(*MLP.batch(0, rank).inputs).square().sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # DDP would not reduce it, and the weights that it needs are gone.
-    optimizer.step()
-    optimizer.zero_grad()
-    backward(ddp, 1, rank)
-    optimizer.step()
-
-
-def test_a_second_backward_through_one_graph_is_an_error() -> None:
-    run_ranks(_backward_again, 2)
+def test_a_second_backward_before_step_is_an_error_with_the_remedy() -> None:
+    run_ranks(_second_backward, 2)
 
 
 def _backward_again_in_a_block(rank: int, world_size: int, deferred: bool) -> list[str]:
@@ -150,7 +121,12 @@ class _Flaky(Stage):
         await self.inner(bucket)
 
 
-def _failed_pass(rank: int, world_size: int, deferred: bool) -> list[Any]:
+def _failed_passes(rank: int, world_size: int) -> list[Any]:
+    _failed_pass(rank, deferred=False)
+    return _failed_pass(rank, deferred=True)
+
+
+def _failed_pass(rank: int, *, deferred: bool) -> list[Any]:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
     chain(_Flaky(enabled=rank == 0), Step(optimizer, deferred=deferred)).register(ddp)
@@ -165,10 +141,6 @@ def _failed_pass(rank: int, world_size: int, deferred: bool) -> list[Any]:
     return [p.detach().clone() for p in ddp.parameters()]
 
 
-def test_a_failed_pass_with_a_deferred_update_leaves_the_ranks_equal() -> None:
-    first, second = run_ranks(_failed_pass, 2, True)
+def test_a_failed_pass_leaves_the_ranks_equal_or_says_that_some_parameters_were_updated() -> None:
+    first, second = run_ranks(_failed_passes, 2)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
-
-
-def test_a_failed_pass_with_an_interleaved_update_says_that_some_parameters_were_updated() -> None:
-    run_ranks(_failed_pass, 2, False)

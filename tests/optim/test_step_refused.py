@@ -58,8 +58,8 @@ def _refused_on_rank_1(rank: int, world_size: int, form: str, refused_step: int)
     assert (kept is None) == (rank == 0)
 
 
-@pytest.mark.parametrize("refused_step", [0, 2], ids=["before DDP compares buckets", "later"])
-@pytest.mark.parametrize("form", ["interleaved", "zero"])
+# Before DDP compares buckets, and later.
+@pytest.mark.parametrize(("form", "refused_step"), [("interleaved", 0), ("zero", 2)])
 def test_a_step_that_is_refused_on_one_rank_is_told_to_the_others_and_all_go_on(form: str, refused_step: int) -> None:
     run_ranks(_refused_on_rank_1, 2, form, refused_step, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.streams import active
 from overlap.optim.zero import shards
 
-__all__ = ["CPU", "Branches", "Net", "Unused", "batch", "matrices", "rest", "wrapped"]
+__all__ = ["CPU", "Branches", "Deep", "Net", "Unused", "batch", "matrices", "rest", "wrapped"]
 
 CPU = torch.device("cpu")
 _WIDTH = 16
@@ -31,6 +31,14 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.head(self.layers(self.embedding(tokens).mean(dim=1)).tanh())
         return out
+
+
+class Deep(Net):
+    """Has buckets enough for memory to go from one to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(nn.Linear(_WIDTH, _WIDTH) for _ in range(6))
 
 
 class Unused(Net):

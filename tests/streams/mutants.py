@@ -123,21 +123,9 @@ MUTANTS: dict[str, Mutant] = {
     "an average lands before it is there": _without(
         f"{_OPTIM}.local_sgd.averages:Running.wait", "completion.wait()", "local, overlapped"
     ),
-    # Optimizers that launch on the default stream.
-    "the default stream does not wait for gradients": _without(
-        f"{_OPTIM}.subset:ordered_after_gradients", "default.wait_stream(current)", "on the default stream"
-    ),
-    "nobody waits for the default stream": _without(
-        f"{_OPTIM}.subset:ordered_after_gradients",
-        "stack.callback(current.wait_stream, default)",
-        "on the default stream, sharded",
-    ),
-    "an update launches where it likes": Mutant(
-        f"{_OPTIM}.subset:ordered_after_gradients", "runs_on_current_stream(optimizer)", "True", "on the default stream"
-    ),
     # Gradients that are released.
-    "a released bucket is not held for the stages' stream": _without(
-        f"{_OPTIM}.release:GradientRelease.through", "hold(bucket.buffer)", "released", _FREED
+    "a released bucket goes before the stages' stream is done with it": _without(
+        f"{_OPTIM}.release:_Memory.empty_if_idle", "self._allocation[0].wait_event(self._last_use)", "released", _FREED
     ),
     "a bucket is written before it has memory": _without(
         f"{_OPTIM}.release:GradientRelease.before_gradient",
@@ -163,7 +151,7 @@ MUTANTS: dict[str, Mutant] = {
         "factors, interleaved",
     ),
     "the host looks whether a step is left out": _waiting(
-        f"{_OPTIM}.scaler:Verdict.skips", "has_streams(self.found_inf.device)", "False", "log, skip"
+        f"{_OPTIM}.stepper:Verdict.skips", "has_streams(self.found_inf.device)", "False", "log, skip"
     ),
     "the host looks whether shards are finite": _waiting(
         f"{_OPTIM}.zero.step:_FiniteVote.mark",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,16 +27,14 @@ from overlap import (
     ZeroStep,
     as_stage,
     chain,
-    declare,
     route,
 )
-from overlap._torch.device import default_stream, on_stream
 
 from . import loops
 from .loops import Loop
-from .model import Branches, Net, Unused, matrices, rest
+from .model import Branches, Deep, Net, Unused, matrices, rest
 
-__all__ = ["SCENARIOS", "OnDefault", "Scenario"]
+__all__ = ["SCENARIOS", "Scenario"]
 
 Build = Callable[[Any], list[Any]]
 """Registers a chain on a DDP model and returns the optimizers of the loop."""
@@ -65,24 +62,8 @@ class Scenario:
     """Where the host waits for the device, as in :meth:`harness.streams.Report.check`."""
 
 
-@declare("element")
-class OnDefault(torch.optim.AdamW):
-    """Launches on the default stream, whatever stream is current, as bitsandbytes' do."""
-
-    __module__ = "bitsandbytes.optim"
-
-    def step(self, closure: Any = None) -> Any:
-        stream = default_stream(self.param_groups[0]["params"][0].device)
-        with nullcontext() if stream is None else on_stream(stream):
-            return super().step(closure)
-
-
 def adamw(ddp: Any) -> list[Any]:
     return [ADAMW(ddp.parameters())]
-
-
-def on_default(ddp: Any) -> list[Any]:
-    return [OnDefault(ddp.parameters(), lr=0.01, weight_decay=0.1, fused=True)]
 
 
 def muon_and_adamw(ddp: Any) -> list[Any]:
@@ -110,10 +91,10 @@ def reduce(make: Make) -> Build:
     return build
 
 
-def zero(*before: Make, cls: Any = torch.optim.AdamW, partition: str = "element", **options: Any) -> Build:
+def zero(*before: Make, partition: str = "element", **options: Any) -> Build:
     def build(ddp: Any) -> list[Any]:
         sharded = ZeroRedundancyOptimizer(
-            ddp.parameters(), cls, partition=partition, lr=0.01, weight_decay=0.1, fused=True, overlap_with_ddp=True
+            ddp.parameters(), torch.optim.AdamW, partition=partition, overlap_with_ddp=True, **ADAMW.keywords
         )
         chain(*(make() for make in before), ZeroStep(sharded, **options)).register(ddp)
         return [sharded]
@@ -174,8 +155,6 @@ SCENARIOS: dict[str, Scenario] = {
         build=zero(lambda: route({"*embedding*": AllReduce(), "*.weight": _four_bits(), "*": AllReduce()}))
     ),
     # Updates.
-    "on the default stream": Scenario(build=step(AllReduce, optimizers=on_default), plain=on_default),
-    "on the default stream, sharded": Scenario(build=zero(cls=OnDefault), plain=on_default),
     "two updates, deferred": Scenario(
         build=step(AllReduce, optimizers=muon_and_adamw, deferred=True), plain=muon_and_adamw
     ),
@@ -195,7 +174,8 @@ SCENARIOS: dict[str, Scenario] = {
         build=zero(deferred=True, gather="forward"), plain=adamw, **_UNUSED
     ),
     "quantized collectives": Scenario(build=adamw, loop=loops.quantizes),
-    "released": Scenario(build=step(AllReduce, release_gradients=True), ddp=_VIEWS, plain=adamw),
+    "released": Scenario(build=step(AllReduce, release_gradients=True), model=Deep, ddp=_VIEWS, plain=adamw),
+    "released, sharded": Scenario(build=zero(release_gradients=True), model=Deep, ddp=_VIEWS, plain=adamw),
     "released, on two streams": Scenario(
         build=step(AllReduce, release_gradients=True), model=Branches, ddp=_VIEWS, plain=adamw
     ),

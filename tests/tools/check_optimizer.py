@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overlap.optim.subset import SubsetStepper
+from overlap.optim.stepper import SubsetStepper
 
 __all__ = ["check"]
 

@@ -15,7 +15,7 @@ from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped, without_init
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.scaler import Verdict
+from overlap.optim.stepper import Verdict
 
 __all__ = ["AveragingOptimizer", "SeveralOptimizers"]
 

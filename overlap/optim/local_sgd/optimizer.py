@@ -33,7 +33,7 @@ from overlap.optim.local_sgd.averaging import AveragingOptimizer, SeveralOptimiz
 from overlap.optim.local_sgd.outer import MakeOptimizer
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
-from overlap.optim.scaler import Verdict
+from overlap.optim.stepper import Verdict
 from overlap.optim.update import check_unscaled, without_adding_up
 
 __all__ = ["LocalSGD"]

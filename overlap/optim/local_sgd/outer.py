@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from overlap._torch.foreach import copy_all, subtract_from_
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.averages import wider
-from overlap.optim.subset import check_optimizer, grads_replaced, step_whole
+from overlap.optim.stepper import check_optimizer, grads_replaced, step_whole
 from overlap.ranks.collectives import all_reduce
 
 __all__ = ["Anchors", "MakeOptimizer"]

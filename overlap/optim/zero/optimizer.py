@@ -43,8 +43,7 @@ from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.phases import Event, Phase
-from overlap.optim.scaler import Verdict
-from overlap.optim.subset import SubsetStepper, check_optimizer
+from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
 from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import Exchange, Gather, Workspace
 from overlap.optim.zero.packed_state import tensors_in

@@ -333,6 +333,7 @@ class ZeroStep(Update[ShardedLayout]):
             await self.exchange.gather(layout.shards, bucket.group)
 
     def check_backward(self, *, is_replay: bool) -> None:
+        super().check_backward(is_replay=is_replay)
         self.wait()
         zero = self.zero
         if zero.is_skipping and self.form.outcome is not Phase.REDUCED and self.lifecycle.is_joining():
@@ -362,10 +363,7 @@ class ZeroStep(Update[ShardedLayout]):
             self.memory.settle(failed=failed)
         if self.releases_gradients or failed:
             self.exchange.workspace.trim()  # For the forward, as the buckets.
-        note = super().after_backward(failed=failed)
-        if self.leaves_update and not failed:
-            self.note_used_gradients()
-        return note
+        return super().after_backward(failed=failed)
 
     def conclude(self) -> None:
         self.lifecycle.has_parts = not self.has_whole_mean

@@ -41,6 +41,9 @@ class Allocator:
         self._shared: dict[int, Memory] = {}
         self._freed: defaultdict[Timeline, list[Memory]] = defaultdict(list)
         self._allocations = 0
+        self.kept_bytes = 0
+        """Of storages that have got memory anew, and of which it has not come back. What was recorded for another
+        stream comes back when the host has seen that stream's end; here, never."""
 
     def memory(self, tensor: Tensor) -> Memory:
         """The shadow of the tensor's storage, made when it is first seen."""
@@ -72,9 +75,16 @@ class Allocator:
                 self._on_reuse(earlier, access)
         self._memories[storage._cdata] = Memory(storage, access, self._history, is_host=is_host, is_pinned=is_pinned)
 
-    def emptied(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` is there, but has given its memory back."""
+    def resized(self, storage: torch.UntypedStorage, access: Access | None) -> None:
+        """``storage`` has given its memory back, or has got some on the access's timeline."""
+        memory = self._memories.get(storage._cdata)
+        if memory is not None and memory.is_given_anew and memory.recorded <= {memory.home}:
+            self.kept_bytes -= memory.nbytes
         self._free(storage._cdata)
+        if access is not None:
+            self.allocated(storage, access)
+            self._memories[storage._cdata].is_given_anew = True
+            self.kept_bytes += storage.nbytes()
 
     def _free(self, key: int) -> None:
         self._shared.pop(key, None)

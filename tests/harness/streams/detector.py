@@ -151,11 +151,10 @@ class Detector:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """The memory of ``storage`` was given back, or it has got other memory, on the current stream."""
-        self.allocator.emptied(storage)
+        stream, born = self.current_stream, None
         if storage.nbytes():
-            stream = self.current_stream
             born = Access(stream, stream.advance(), "allocated for a storage that was empty", frames_of_interest())
-            self.allocator.allocated(storage, born)
+        self.allocator.resized(storage, born)
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         self.memory(tensor).recorded.add(stream)

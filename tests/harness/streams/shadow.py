@@ -42,6 +42,8 @@ class Memory:
         """The streams that the allocator waits for before it lends this memory again."""
         self.users: dict[Timeline, Access] = {}
         """The last access by each other stream."""
+        self.is_given_anew = False
+        """Whether the storage was there before, without memory."""
         self._reference = StorageWeakRef(storage)
         self._history = history
         self._writes = np.full(self.nbytes, self._place(born), dtype=np.int32)

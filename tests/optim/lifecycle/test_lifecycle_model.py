@@ -11,7 +11,7 @@ from lifecycle_forms import FORMS, Form
 
 from harness import run_ranks
 
-SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "25"))
+SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "16"))
 """For each form."""
 INLINE = ("step_interleaved", "step_automatic", "step_subset", "zero_gather_in_forward")
 """Forms that are played on autograd's thread, too, as those of small models."""
@@ -52,6 +52,32 @@ LOOPS = (
     ("step_released", "forward backward step own_gradient:1 edit:1 zero_grad:F forward backward step"),
     ("zero_interleaved", "forward backward edit:1 step data_edit:1 own_gradient:2 forward backward step"),
     ("zero_deferred", "forward backward edit:1 forward backward zero_grad:F forward backward step"),
+    # Each of these fails where one entry of the table of phases leads elsewhere.
+    ("step_deferred", "forward backward forward step"),
+    ("step_interleaved", "forward backward forward backward"),
+    ("step_deferred", "forward backward forward failing_step backward"),
+    ("step_deferred", "step step"),
+    ("step_deferred", "incomplete_backward zero_grad:T step"),
+    ("step_interleaved", "forward backward step ddp_zero_grad:T step"),
+    ("step_interleaved", "forward failing_backward:first ddp_zero_grad:T load step"),
+    ("step_interleaved", "forward failing_backward:first zero_grad:T step forward"),
+    ("step_deferred", "zero_grad:T step load step"),
+    ("step_deferred", "forward backward zero_grad:T own_gradient:1 step forward"),
+    ("step_interleaved", "forward backward zero_grad:T load"),
+    ("step_interleaved", "forward backward step zero_grad:F step"),
+    ("step_deferred", "forward backward load step forward"),
+    ("step_interleaved", "forward backward step load forward"),
+    ("step_deferred", "no_sync zero_grad:F failing_step step"),
+    ("step_deferred", "forward backward failing_step step"),
+    ("step_subset", "forward backward failing_step step"),
+    ("local_before_start", "forward backward step failing_step step"),
+    ("step_deferred", "remove register:same step"),
+    ("step_deferred", "forward backward remove ddp_zero_grad:T register:same step"),
+    ("step_interleaved", "forward backward remove register:same forward backward"),
+    ("step_interleaved", "forward backward step remove register:same step"),
+    ("step_interleaved", "forward failing_backward:first remove register:same step"),
+    ("step_interleaved", "forward backward set_lr:0.02 step"),
+    ("step_interleaved", "forward backward ddp_zero_grad:T step"),
 )
 
 

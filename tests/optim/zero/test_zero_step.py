@@ -13,7 +13,9 @@ import overlap
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
+    PeerError,
     TrainingLoopError,
+    UnsupportedError,
     ZeroRedundancyOptimizer,
     ZeroStep,
     allreduce_hook,
@@ -206,9 +208,17 @@ def test_join_equals_plain_ddp_under_join(world_size: int) -> None:
     run_ranks(_uneven, world_size, MLP)
 
 
-@pytest.mark.parametrize("join", [Join, overlap.Join], ids=["torch", "overlap"])
-def test_join_equals_plain_ddp_if_ranks_use_a_branch_in_turn(join: type[Join]) -> None:
-    run_ranks(_uneven, 2, UNUSED_ON_SOME_RANKS, join)
+def _unused(rank: int, world_size: int) -> None:
+    _uneven(rank, world_size, UNUSED_ON_SOME_RANKS, overlap.Join)
+    ddp = wrap(UNUSED_ON_SOME_RANKS.model(), **UNUSED_ON_SOME_RANKS.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero)).register(ddp)
+    with pytest.raises((UnsupportedError, PeerError), match=r"PyTorch's Join with find_unused.*overlap\.Join\("):
+        _train(ddp, zero, UNUSED_ON_SOME_RANKS, [ddp, zero], rank, clears=False, steps=True, join=Join)
+
+
+def test_join_equals_plain_ddp_if_ranks_use_a_branch_in_turn_and_pytorchs_is_refused() -> None:
+    run_ranks(_unused, 2)
 
 
 def _without_zero(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Stepping a part of an optimizer's parameters, or all of them.
+"""How an optimizer is stepped: some of its parameters or all, unless gradients are not finite, and by nobody else.
 
 [Note: stepping a subset]
 
@@ -13,13 +13,11 @@ calls of a twin's ``step``. So each part begins with the groups and attributes a
 must agree on the values that they write there, which are written back once; a value on which they disagree, such as
 Prodigy's estimate, is an error. A group of which no part was stepped counts, too.
 
-[Note: optimizers on the default stream]
+[Note: gradients that are not finite]
 
-An update in backward is made on the side stream on which its bucket was reduced. The kernels of ``torch.optim`` run on
-the current stream, and a declaration promises the same. Those of bitsandbytes run on the default stream, whatever the
-current one is, and would read gradients that are not reduced yet. So these, and every optimizer that is neither known
-nor declared, are stepped with the default stream as the current one: it first waits for the stream that was current,
-which then waits for it. That is correct for every optimizer, but less overlaps.
+``GradScaler`` always steps an optimizer with ``_step_supports_amp_scaling``; before that it sets ``found_inf`` (a
+gradient of this rank is not finite) and ``grad_scale`` on it. ``SkipNonFinite`` reaches such a verdict in a chain. Each
+rank must then call ``step()``, even a skipped one.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from overlap._checks import described, told
-from overlap._torch.device import current_stream, default_stream, on_stream
+from overlap._torch.device import has_streams
+from overlap._torch.foreach import scale_
 from overlap._torch.optimizer import (
     global_step_hooks_suspended,
     has_global_step_hooks,
@@ -49,15 +49,15 @@ from overlap._torch.optimizer import (
 )
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.stage import is_same_state
-from overlap.optim.declared import runs_on_current_stream
 
 __all__ = [
     "StepGuard",
     "SubsetStepper",
+    "Verdict",
     "check_optimizer",
     "grads_replaced",
-    "ordered_after_gradients",
     "raise_versions",
+    "skips_by_itself",
     "step_whole",
 ]
 
@@ -123,7 +123,6 @@ class SubsetStepper:
         self.refresh()
         self._written = {}
         self._is_fused = any(map(_is_fused, self._optimizer.param_groups))
-        self._waits = not runs_on_current_stream(self._optimizer)
         self._has_global_hooks = has_global_step_hooks()
         self._unhooked = unhooked_step(type(self._optimizer))
 
@@ -181,12 +180,11 @@ class SubsetStepper:
         for place, members in split:
             own.append({**groups[place], **members})
         hooks = global_step_hooks_suspended() if self._has_global_hooks else nullcontext()
-        waits = ordered_after_gradients(optimizer, parameters) if self._waits else nullcontext()
         kept = list(map(_grad_of, parameters))
         try:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            with hooks, waits:
+            with hooks:
                 self._unhooked(twin, **arguments)
         finally:
             for parameter, gradient in zip(parameters, kept, strict=True):
@@ -252,33 +250,14 @@ def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, A
         torch.autograd.graph.increment_version(parameters)
 
 
-@contextmanager
-def ordered_after_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Within it ``optimizer`` may step ``parameters``. See [Note: optimizers on the default stream]."""
-    if runs_on_current_stream(optimizer):
-        yield
-        return
-    with ExitStack() as stack:
-        for device in {parameter.device for parameter in parameters}:
-            current, default = current_stream(device), default_stream(device)
-            if default is None or default == current:
-                continue
-            default.wait_stream(current)
-            stack.callback(current.wait_stream, default)
-            stack.enter_context(on_stream(default))
-        yield
-
-
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
     """One ``step(**arguments)`` of ``optimizer`` itself, with its hooks and the gradients in ``.grad``."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     hooks = pre_hooks(optimizer)
     guards = {key: hook for key, hook in hooks.items() if isinstance(hook, StepGuard)}
     for key in guards:
         del hooks[key]
     try:
-        with ordered_after_gradients(optimizer, parameters):
-            optimizer.step(**arguments)
+        optimizer.step(**arguments)
     finally:
         hooks.update(guards)
 
@@ -294,6 +273,63 @@ def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the gradients of a pass are finite: of a stage, or of ``GradScaler``; none at first. See [Note:
+    gradients that are not finite]."""
+
+    found_inf: Tensor | None = None
+    """Not zero where a gradient is not finite, so that the update must change nothing; ``None``: nobody has asked."""
+    scale: Tensor | None = None
+    """The factor of the loss; ``None`` without a scaler, and where ``unscale_`` has divided gradients already."""
+
+    @classmethod
+    def given_to(cls, optimizer: Optimizer) -> Verdict:
+        """That of the scaler that calls ``optimizer.step()``."""
+        return cls(optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale"))
+
+    @classmethod
+    def of_any(cls, verdicts: Iterable[Verdict]) -> Verdict:
+        """Not finite where any of ``verdicts`` is not; without a scale."""
+        found = [each.found_inf.reshape(()) for each in verdicts if each.found_inf is not None]
+        return cls(torch.stack(found).amax() if len(found) > 1 else found[0] if found else None)
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` is not to be stepped. On an accelerator this is left to its kernel, if that can skip,
+        so that the host does not wait."""
+        if self.found_inf is None or (has_streams(self.found_inf.device) and skips_by_itself(optimizer)):
+            return False
+        return bool(self.found_inf.item())
+
+    def is_supported_by(self, optimizer: Optimizer) -> bool:
+        """Whether there is a scaler's verdict, and ``optimizer`` unscales and skips by itself."""
+        return self.found_inf is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def unscale_(self, gradients: Sequence[Tensor]) -> None:
+        """Divide gradients by the scale, in place."""
+        if self.scale is not None and gradients:
+            scale_(gradients, self.scale.double().reciprocal().float())
+
+    @contextmanager
+    def passed_to(self, optimizer: Optimizer) -> Iterator[None]:
+        """Set the verdict on ``optimizer`` while it steps, if that takes one, as ``GradScaler`` does."""
+        if not self.is_supported_by(optimizer):
+            yield
+            return
+        optimizer.grad_scale, optimizer.found_inf = self.scale, self.found_inf  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether the kernel of ``optimizer`` takes ``found_inf`` and then changes nothing; SGD's does not with
+    momentum."""
+    is_supported = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return is_supported and not any(group.get("momentum") for group in optimizer.param_groups)
 
 
 class StepGuard:

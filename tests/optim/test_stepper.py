@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from overlap import UnsupportedError
-from overlap.optim.subset import SubsetStepper
+from overlap.optim.stepper import SubsetStepper
 
 
 def test_parameters_that_change_groups_take_the_new_groups_hyperparameters() -> None:
