@@ -55,7 +55,7 @@ def test_a_lost_rank_is_a_clear_error(name: str) -> None:
 _ISSUE = {
     "ranks/collectives.py",
     "_torch/c10d.py",  # What executors launch; they wait for it.
-    "_torch/join.py",  # In the block of a Join, which explains what comes out of it.
+    "join/adapters.py",  # In the block of a Join, which explains what comes out of it.
     "join/participation.py",
     "hooks/engine/registration.py",  # As plain DDP does, where nothing is registered any more.
 }

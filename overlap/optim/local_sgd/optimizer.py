@@ -153,22 +153,20 @@ class LocalSGD(AveragingOptimizer, Joinable):
         _ = self._stage.context  # Raises once it is removed.
         refuse_before_model(self, lambda: (ddp := self._ddp()) is not None and is_joining(ddp))
         Join.notify_join_context(self)
-        with refusals_told([self._lifecycle]):
-            self._update()
+        lifecycle = self._lifecycle
+        with refusals_told([lifecycle]):
+            if Verdict.given_to(self).found_inf is not None:
+                if self.is_joining and not self.averager.is_local:
+                    raise TrainingLoopError(SCALED_UNDER_JOIN)
+                check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
+            lifecycle.check_step()
+            try:
+                self.step_wrapped()
+            except BaseException:
+                lifecycle.on_update_failure()
+                raise
+            lifecycle.on_step()
         self._end_step(is_own=True)
-
-    def _update(self) -> None:
-        if Verdict.given_to(self).found_inf is not None:
-            if self.is_joining and not self.averager.is_local:
-                raise TrainingLoopError(SCALED_UNDER_JOIN)
-            check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
-        self._lifecycle.check_step()
-        try:
-            self.step_wrapped()
-        except BaseException:
-            self._lifecycle.on_update_failure()
-            raise
-        self._lifecycle.on_step()
 
     def _end_step(self, *, is_own: bool) -> None:
         self.averager.end_step(self._stage.context, is_own=is_own, is_joining=self.is_joining)
