@@ -24,7 +24,7 @@ from overlap.hooks.adapters import StageHook, as_stage
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage
-from overlap.ranks.collectives import of_all_ranks
+from overlap.ranks.board import of_all_ranks
 
 __all__ = [
     "PostLocal",

@@ -53,7 +53,7 @@ def test_a_lost_rank_is_a_clear_error(name: str) -> None:
 
 # Elsewhere in the library Gloo's bare errors would reach the user.
 _ISSUE = {
-    "ranks/collectives.py",
+    "ranks/board.py",
     "_torch/c10d.py",  # What executors launch; they wait for it.
     "join/adapters.py",  # In the block of a Join, which explains what comes out of it.
     "join/participation.py",

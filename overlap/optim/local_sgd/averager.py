@@ -31,7 +31,7 @@ from overlap.hooks import StageContext
 from overlap.hooks.wires import Wire
 from overlap.optim.local_sgd.means import Running, Weight, WiredMean, average, wider
 from overlap.optim.subset import check_optimizer, grads_replaced, step_whole
-from overlap.ranks.collectives import all_reduce
+from overlap.ranks.board import all_reduce
 
 __all__ = ["Averager", "MakeOptimizer", "Period", "into_fragments"]
 

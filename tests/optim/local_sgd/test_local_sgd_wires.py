@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from overlap import (
     UnsupportedError,
     Wire,
 )
+from overlap.hooks.engine.executors import limit_replaced
 from overlap.hooks.wires import Codec
 from overlap.optim.local_sgd.averager import into_fragments
 
@@ -137,6 +140,24 @@ def _failures(rank: int, world_size: int) -> None:
 
 def test_a_failed_average_changes_no_memory() -> None:
     run_ranks(_failures, 2)
+
+
+def _is_let_go(rank: int, world_size: int) -> None:
+    """An average that failed on the training thread, and that nobody waits for, keeps no model."""
+    wire = _RaisesWhenArmed([1])
+    with limit_replaced(2**20):  # A small model has no worker thread.
+        ddp = wrap(MLP.model())
+        made = LocalSGD(ddp, sgd(ddp.parameters()), period=2, start_step=0, wire=wire, overlap=1)
+    run(MLP, rank, range(2), ddp, made)
+    assert not wire.armed and made.averager.pending is not None
+    model = weakref.ref(ddp)
+    del made, ddp
+    gc.collect()
+    assert model() is None
+
+
+def test_a_failed_average_keeps_no_model() -> None:
+    run_ranks(_is_let_go, 2)
 
 
 def _not_finite(rank: int, world_size: int) -> None:
