@@ -21,8 +21,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook, as_stage
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.reducers import AllReduce
-from overlap.hooks.stage import Stage, StageContext
-from overlap.join.participation import refuse_sample_weights
+from overlap.hooks.stage import Stage
 from overlap.ranks.machines import check_is_whole_job, own_subgroup, ranks_by_machine
 
 __all__ = [
@@ -139,18 +138,8 @@ class PostLocal(Stage):
         self.children = (self.inner,)
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
-        self._whole: dist.ProcessGroup | None = None
-
-    def attach(self, context: StageContext) -> None:
-        self._whole = context.group
-
-    def before_forward(self) -> None:
-        # Under Join, gradients are weighted for a mean over all ranks.
-        if self._whole is not None:
-            refuse_sample_weights(self._whole, f"trains by itself from step {self._state.start_localSGD_iter} on")
 
     def before_backward(self, *, is_replay: bool) -> None:
-        self.before_forward()  # Registered as a hook, it is not called before forwards.
         # Decided once for all buckets of the pass, and here, because making a group is a collective.
         self._is_local = self._state.is_local if self._asks_is_local is None else self._asks_is_local()
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from enum import IntEnum
 from itertools import islice
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Work
 from torch.distributed.algorithms import join as base
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._torch.autograd import after_all_of_backward
-from overlap._torch.c10d import issued
-from overlap._torch.join import JoinedDDP, on_notify
+from overlap._torch.c10d import GradBucket, bucket_gradients, issued
+from overlap._torch.join import on_notify
 from overlap._torch.optimizer import after_steps, all_of, is_scheduled, runs_step_hooks, watch_steps
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
@@ -37,10 +41,11 @@ __all__ = [
     "OptimizerAdapter",
     "ReplayedGradients",
     "SchedulerAdapter",
-    "once_after",
     "schedule_of",
 ]
 
+# How long to wait for a bucket before polling whether another rank has failed.
+_POLL_INTERVAL_S = 1.0
 _LOCKSTEP = (
     'use Join(..., on_exhausted="stop"), which keeps all ranks in step, with `for batch in join.iterate(loader)`'
 )
@@ -116,17 +121,14 @@ class OptimizerAdapter(JoinableAdapter):
         self._optimizer = optimizer
 
     def enter(self, session: JoinSession, undo: ExitStack) -> None:
-        def report() -> None:
-            session.gradients.before_step(self._optimizer)
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+                raise UnsupportedError(
+                    f"{self.name}.step(closure) under Join: ranks that have run out of inputs repeat the forward and "
+                    "the backward before the step, so call closure() first and then step() without it"
+                )
+            session.gradients.before_step(optimizer)
             session.on_call(self, Call.STEP)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
-            if closure is None:
-                report()
-                return None
-            # The closure's forward and backward come before the step.
-            return (args[0], once_after(closure, report), *args[2:]), kwargs
 
         undo.callback(watch_steps(self._optimizer, before_step))
         undo.callback(after_steps(self._optimizer, session.after_step))
@@ -135,29 +137,9 @@ class OptimizerAdapter(JoinableAdapter):
         self._optimizer.step()
 
 
-def once_after(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """``closure``, and ``then`` when it is done, which ranks without inputs replay: so it may be called once."""
-    calls = 0
-
-    def call() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            raise TrainingLoopError(
-                "the optimizer calls its closure again within one step, and ranks that have run out of inputs cannot "
-                "follow that: use an optimizer that evaluates the model once a step, or leave Join out"
-            )
-        result = closure()
-        then()
-        return result
-
-    return call
-
-
 def schedule_of(joinable: object) -> LRScheduler | None:
-    """The LR scheduler that ``joinable`` is or wraps, as Accelerate's does, whose ``step()`` makes one of it for each
-    process."""
-    inner = getattr(joinable, "scheduler", None) if type(joinable).__name__ == "AcceleratedScheduler" else joinable
+    """The LR scheduler that ``joinable`` is, or has as ``.scheduler`` to step it, as Accelerate's wrapper does."""
+    inner = joinable if isinstance(joinable, LRScheduler) else getattr(joinable, "scheduler", None)
     return inner if isinstance(inner, LRScheduler) else None
 
 
@@ -197,59 +179,69 @@ class DDPAdapter(JoinableAdapter):
     """Watches forwards (rebuilt buckets, buffers) and, apart from them, backwards that synchronize gradients.
 
     So joined ranks replay what happened: forwards without a backward, one backward of several forwards, accumulation
-    under ``no_sync``.
+    under ``no_sync``. DDP has no public way in: the private names here are those that it joins with itself.
     """
 
     calls = (Call.FORWARD, Call.BACKWARD)
     precedence = 2
 
+    _session: JoinSession
+    """Of the block, from :meth:`enter` on."""
+
     def __init__(self, ddp: DistributedDataParallel, hook: base.JoinHook, *, shadows: bool) -> None:
         super().__init__(ddp, hook)
         self._ddp, self._checks_forward = ddp, shadows
-        self._joined = JoinedDDP(ddp)
         self._issued: int | None = None
-        # Of this rank's gradients; None until a backward needs it.
-        self._weight: float | None = None
+        self._count: _Count | None = None
+        # By id, in the reducer's order. Asked for in advance: to look parameters up waits for gathers under way, and
+        # those wait for the other ranks.
+        self._reduced: list[int] = []
         self._expects_backward = False
         # Whether the last forward was under no_sync, and whether .grad has what was added up so since the last
         # synchronized backward.
         self._accumulates = self._has_own = False
         self._backward_hook: Any = None
-        self._session: JoinSession | None = None
         for name, module in ddp.module.named_modules():
             if shadows and isinstance(module, nn.SyncBatchNorm):
                 raise UnsupportedError(
                     f"{name or 'the model'} is a SyncBatchNorm, whose collectives in forward a rank without inputs "
                     f"cannot answer; {_LOCKSTEP}"
                 )
-        if shadows and self._joined.has_buffer_hook:
+        if shadows and hasattr(ddp, "buffer_hook"):
             raise UnsupportedError(f"a hook that was registered on the model synchronizes its buffers; {_LOCKSTEP}")
 
     def enter(self, session: JoinSession, undo: ExitStack) -> None:
-        hook = self._joined.hook_name
-        if session.divides_by_count and hook is not None and not hook.startswith("overlap"):
+        ddp = self._ddp
+        hook = str(getattr(ddp._comm_hooks[-1][0], "__qualname__", "a hook")) if ddp._comm_hooks else "overlap"
+        if session.divides_by_count and not hook.startswith("overlap"):
             raise UnsupportedError(
                 f"the hook {hook} divides by the number of all ranks, whatever the Join's options; register one of "
                 "overlap.hooks, or leave out divide_by_initial_world_size=False"
             )
         self._session = session
         self._expects_backward = self._accumulates = self._has_own = False
+        if ddp.find_unused_parameters:
+            self._reduced = [id(parameter) for parameter in ddp._build_params_for_reducer()[0]]
         undo.callback(session.gradients.take_back)
-        undo.callback(on_notify(self._ddp, torch.compiler.disable(lambda: self._on_forward(session))))
-        undo.callback(self._joined.leave)
+        undo.callback(on_notify(ddp, torch.compiler.disable(self._on_forward)))
+        undo.callback(self._divide_by_size)
         undo.callback(self._watch_backward, False)
-        self._joined.enter(lambda: session.buffer_source, torch.compiler.disable(self._before_module))
+        # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second, which
+        # DDP asks when it is about to call the module.
+        answers = {
+            "_find_common_rank": lambda rank, condition: session.buffer_source,
+            "_check_global_requires_backward_grad_sync": torch.compiler.disable(self._before_module),
+        }
+        for name, answer in answers.items():
+            setattr(ddp, name, answer)
+            undo.callback(vars(ddp).pop, name, None)
         # What a Join does in a forward does not belong to a compiled one.
-        undo.callback(self._ddp.register_forward_hook(torch.compiler.disable(self._after_module)).remove)
-        if session.counts_samples:
-            # On parameters, not on outputs: those may depend on each other, and be in containers of any kind.
-            for parameter in self._trained:
-                undo.callback(parameter.register_hook(self._weigh).remove)
+        undo.callback(ddp.register_forward_hook(torch.compiler.disable(self._after_module)).remove)
 
     # An active rank.
 
-    def _on_forward(self, session: JoinSession) -> None:
-        ddp = self._ddp
+    def _on_forward(self) -> None:
+        ddp, session = self._ddp, self._session
         records_gradients = torch.is_grad_enabled()
         has_buffers = bool(ddp.will_sync_module_buffers())
         if not (records_gradients or has_buffers):
@@ -257,30 +249,29 @@ class DDPAdapter(JoinableAdapter):
         synchronizes = records_gradients and bool(ddp.require_backward_grad_sync)
         if records_gradients:
             session.gradients.take_back()
-            self._weight = None
         # Without collectives there is nothing to replay, and a poll may go on during the forward.
         session.on_call(
             self,
             Call.FORWARD,
             [records_gradients, has_buffers, synchronizes],
-            has_collectives=has_buffers or self._joined.may_rebuild,
+            has_collectives=has_buffers or not ddp._has_rebuilt_buckets,
         )
         if synchronizes:
             self._expects_backward = True
-            if session.divides_by_count and self._joined.hook_name is None:
-                self._joined.divide_by(lambda: session.divisor)
+            if session.divides_by_count and not ddp._comm_hooks:
+                # Kept: C++ calls methods of the Python object.
+                self._count = self._count or _Count(lambda: self._session.divisor)
+                ddp.reducer._set_forward_pass_work_handle(self._count, False)
         self._accumulates = records_gradients and not synchronizes
         self._watch_backward(session.watches_backward or self._accumulates)
+
+    def _divide_by_size(self) -> None:
+        if self._count is not None:
+            self._ddp.reducer._set_forward_pass_work_handle(self._count, True)
 
     @property
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
-
-    def _weigh(self, gradient: Tensor) -> Tensor:
-        if self._weight is None:
-            assert self._session is not None, "gradients are weighed inside of the block"
-            self._weight = self._session.gradient_weight
-        return gradient if self._weight == 1.0 else gradient * self._weight
 
     def _watch_backward(self, is_watched: bool) -> None:
         if is_watched == (self._backward_hook is not None):
@@ -295,7 +286,6 @@ class DDPAdapter(JoinableAdapter):
 
     def _on_first_gradient(self, gradient: Tensor) -> None:
         session = self._session
-        assert session is not None, "backwards are watched inside of the block"
         # Not under no_sync, and only once where a checkpointed backward runs in parts.
         if self._expects_backward:
             self._expects_backward = self._has_own = False
@@ -305,7 +295,7 @@ class DDPAdapter(JoinableAdapter):
         elif self._accumulates:
             self._has_own = True
 
-    def _before_module(self) -> None:
+    def _before_module(self, is_joined_rank: bool) -> None:
         if self._checks_forward:
             self._issued = issued(self._ddp.process_group)
 
@@ -320,28 +310,105 @@ class DDPAdapter(JoinableAdapter):
 
     # A rank without inputs.
 
+    @torch.no_grad()
     def replay(self, call: Call, detail: Sequence[float] | None) -> None:
-        session = self._session
-        assert session is not None, "a Join replays inside of its block"
+        ddp, session = self._ddp, self._session
         session.gradients.take_back()
         if call is Call.BACKWARD:
-            self._replay_backward(session)
+            session.replays_own_gradients, self._has_own = self._has_own, False
+            try:
+                self._replay_backward(session)
+            finally:
+                session.replays_own_gradients = False
             return
-        records_gradients, has_buffers, synchronizes = detail or (True, self._ddp.will_sync_module_buffers(), True)
-        self._joined.replay_forward(
-            records_gradients=bool(records_gradients),
-            buffers_from=session.buffer_source if has_buffers else None,
-            synchronizes=bool(synchronizes),
-        )
+        records_gradients, has_buffers, synchronizes = detail or (True, ddp.will_sync_module_buffers(), True)
+        if records_gradients:
+            self._rebuild()
+        if has_buffers:
+            ddp._assign_modules_buffers()
+            ddp._sync_module_buffers(session.buffer_source)
+        ddp.require_forward_param_sync = bool(synchronizes)
+
+    def _rebuild(self) -> None:
+        if self._ddp.reducer._rebuild_buckets():
+            self._ddp._has_rebuilt_buckets = True
 
     def _replay_backward(self, session: JoinSession) -> None:
-        session.replays_own_gradients, self._has_own = self._has_own, False
-        try:
-            self._joined.replay_backward(
-                own_gradients_by=session.divisor if session.replays_own_gradients else None, poll=session.board.poll
-            )
-        finally:
-            session.replays_own_gradients = False
+        """The collectives of a backward that the other ranks run; ``.grad`` then holds the mean of gradients.
+
+        This rank contributes zeros, or the gradients that it had accumulated when it ran out.
+        """
+        ddp = self._ddp
+        self._rebuild()
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        own: set[int] = set()
+        if session.replays_own_gradients:
+            own = _fill(buckets, 1 if ddp._comm_hooks else session.divisor)
+        for bucket, future in [(bucket, ddp.reducer._run_comm_hook(bucket)) for bucket in buckets]:
+            result = _result(future, session.board.poll)
+            reduced = result[0] if isinstance(result, (list, tuple)) else result
+            if reduced.data_ptr() != bucket.buffer().data_ptr() or reduced.dtype != bucket.buffer().dtype:
+                bucket.buffer().copy_(reduced.view_as(bucket.buffer()))
+        used = self._used_on_any_rank(own)
+        for bucket in buckets:
+            for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
+                if used is not None and id(parameter) not in used:
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = gradient.clone()
+                else:
+                    parameter.grad.copy_(gradient)
+        # Needed once: the next forward rebuilds the buckets in the order in which gradients came.
+        ddp.reducer._push_all_rebuilt_params()
+        ddp.require_forward_param_sync = True
+
+    def _used_on_any_rank(self, own: set[int]) -> set[int] | None:
+        """The parameters, by ``id``, that a rank used; on this one ``own``. ``None`` where DDP does not look."""
+        ddp = self._ddp
+        if not ddp.find_unused_parameters or ddp.static_graph:
+            return None
+        used = ddp.reducer._get_local_used_map()
+        # It still holds what the last pass found.
+        used.copy_(torch.tensor([each in own for each in self._reduced], device="cpu"))
+        dist.all_reduce(used, group=ddp.process_group)
+        return {each for each, count in zip(self._reduced, used.tolist(), strict=True) if count}
+
+
+class _Count(Work):
+    """For DDP's reducer: completed work whose result, the number to divide by, is computed when it is asked for."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        super().__init__()
+        self._count = count
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([torch.tensor([self._count()], device="cpu")])
+        return future
+
+
+def _fill(buckets: Sequence[GradBucket], divisor: int) -> set[int]:
+    """Fill ``buckets`` with ``.grad`` divided by ``divisor``; returns the parameters that have one, by ``id``."""
+    own: set[int] = set()
+    for bucket in buckets:
+        for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
+            if parameter.grad is not None:
+                own.add(id(parameter))
+                torch.mul(parameter.grad, 1 / divisor, out=gradient)
+    return own
+
+
+def _result(future: torch.futures.Future[Any], poll: Callable[[], None]) -> Any:
+    """As ``future.wait()``; calls ``poll`` about once a second, which raises where another rank has failed."""
+    is_done = threading.Event()
+    if not future.done():
+        future.add_done_callback(lambda _: is_done.set())
+        while not is_done.wait(_POLL_INTERVAL_S):
+            poll()
+    return future.wait()
 
 
 class ReplayedGradients(Terms):
@@ -430,10 +497,8 @@ class Hyperparameters:
 
     def changed_since(self, values: Sequence[float]) -> str | None:
         """The first value that differs from those of before, in words; ``None`` where none does."""
-        if self.values() != values:
-            for optimizer, _, key, own, former in self._beside(values):
-                if own != former:
-                    return f"{key} of {type(optimizer).__name__} went from {former} to {own}"
+        for optimizer, _, key, own, former in self._differing(values):
+            return f"{key} of {type(optimizer).__name__} went from {former} to {own}"
         return None
 
     def follow(self, values: Sequence[float]) -> None:
@@ -442,29 +507,26 @@ class Hyperparameters:
         Raises:
             TrainingLoopError: a scheduler of that rank has stepped, and the one here has not.
         """
-        for optimizer, number, key, own, others in self._beside(values):
-            if own != others:
-                self._check_unscheduled(optimizer, key, own, others)
-                group = optimizer.param_groups[number]
-                group[key] = _with_numbers(group[key], iter(others))
+        for optimizer, group, key, own, others in self._differing(values):
+            is_followed = any(id(one) in self._followed for one in all_of(optimizer))
+            if key in self._SCHEDULED and is_scheduled(optimizer) and not is_followed:
+                raise TrainingLoopError(
+                    f"{key} of {type(optimizer).__name__} is {own} on this rank and {others} on another, since its "
+                    "scheduler did not step on ranks that had run out of inputs: give every scheduler of an optimizer "
+                    "that is given to Join to it, too, as in Join([ddp, optimizer, scheduler])"
+                )
+            group[key] = _with_numbers(group[key], iter(others))
 
-    def _beside(self, values: Sequence[float]) -> Iterator[tuple[Optimizer, int, str, list[float], list[float]]]:
-        """Of each key its optimizer, the place of its group, its numbers here, and those in ``values``."""
+    def _differing(
+        self, values: Sequence[float]
+    ) -> Iterator[tuple[Optimizer, dict[str, Any], str, list[float], list[float]]]:
+        """The optimizer, group and key whose numbers differ from those in ``values``; with both."""
         rest = iter(values)
         for optimizer, number, key in self._keys:
-            own = _numbers(optimizer.param_groups[number][key])
-            yield optimizer, number, key, own, list(islice(rest, len(own)))
-
-    def _check_unscheduled(self, optimizer: Optimizer, key: str, own: list[float], others: list[float]) -> None:
-        if key not in self._SCHEDULED or not is_scheduled(optimizer):
-            return
-        if any(id(one) in self._followed for one in all_of(optimizer)):
-            return
-        raise TrainingLoopError(
-            f"{key} of {type(optimizer).__name__} is {own} on this rank and {others} on another, since its scheduler "
-            "did not step on ranks that had run out of inputs: give every scheduler of an optimizer that is given to "
-            "Join to it, too, as in Join([ddp, optimizer, scheduler])"
-        )
+            group = optimizer.param_groups[number]
+            own = _numbers(group[key])
+            if own != (others := list(islice(rest, len(own)))):
+                yield optimizer, group, key, own, others
 
 
 def _numbers(value: Any) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
@@ -143,15 +143,12 @@ class Join(base.Join):
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
             LR schedulers, which then step on joined ranks as they do on active ones. Of Accelerate's and Lightning's
-            wrappers the optimizer inside is taken.
+            wrappers the optimizer inside is taken; a wrapper of a scheduler has it as ``.scheduler``.
         enable: ``False`` makes the block do nothing.
         throw_on_early_termination: the same as ``on_exhausted="raise"``.
         lengths: how many iterations this rank will run.
         on_exhausted: what happens when the first rank runs out: ``"shadow"`` lets the others go on, ``"stop"`` ends
             :meth:`iterate` on all ranks at the same iteration, ``"raise"`` raises on all ranks.
-        weight_by_samples: weight gradients by the samples in each rank's batch, so that the mean is over samples:
-            ``True`` takes the first dimension of a batch's first tensor, a callable is given the batch. Needs
-            :meth:`iterate`, and issues the all-reduce in every iteration.
         **kwargs: given to every ``join_hook``. DDP's is ``divide_by_initial_world_size`` (default ``True``): ``False``
             divides by the number of ranks that still have inputs, under every reducer.
 
@@ -181,41 +178,31 @@ class Join(base.Join):
         throw_on_early_termination: bool = False,
         *,
         lengths: int | None = None,
-        on_exhausted: OnExhausted | None = None,
-        weight_by_samples: bool | Callable[[Any], int] = False,
+        on_exhausted: OnExhausted = "shadow",
         **kwargs: Any,
     ) -> None:
         check_flag("enable", enable)
-        on_exhausted = _on_exhausted(on_exhausted, throws=throw_on_early_termination)
+        if check_flag("throw_on_early_termination", throw_on_early_termination):
+            on_exhausted = "raise"
+        if not is_one_of(on_exhausted, *get_args(OnExhausted)):
+            raise ConfigurationError(
+                f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {told(on_exhausted)}"
+            )
         if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
             raise ConfigurationError(
                 f"lengths is this rank's number of iterations, len(loader) say, got {told(lengths)}"
             )
-        if not isinstance(weight_by_samples, bool) and not callable(weight_by_samples):
-            raise ConfigurationError(
-                f"weight_by_samples is True, False, or a callable that is given a batch, got {told(weight_by_samples)}"
-            )
-        if lengths is not None and weight_by_samples is not False:
-            raise ConfigurationError("weight_by_samples exchanges the samples in every iteration: leave lengths out")
-        joinables = _joinables(joinables)
         divides_by_size = kwargs.get("divide_by_initial_world_size", True)
-        self._options: dict[str, Any] = {
-            "on_exhausted": on_exhausted,
-            "divides_by_count": not check_flag("divide_by_initial_world_size", divides_by_size),
-            "counts_samples": weight_by_samples is not False,
-        }
-        self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
-        self._joinables = joinables = [unwrapped(joinable) for joinable in joinables]
+        self._divides_by_count = not check_flag("divide_by_initial_world_size", divides_by_size)
+        self._lengths, self._enable, self._on_exhausted = lengths, enable, on_exhausted
+        self._joinables = joinables = _joinables(joinables)
         shadows = enable and on_exhausted == "shadow"
         if lengths is not None and shadows and sum(isinstance(one, DistributedDataParallel) for one in joinables) > 1:
             raise UnsupportedError(
                 "with known lengths an iteration is one forward and one backward, and this Join has several models: "
                 "leave lengths out"
             )
-        self._make_adapters: Callable[[], list[JoinableAdapter]] = lambda: [
-            _adapter(joinable, kwargs, shadows=shadows) for joinable in joinables
-        ]
-        self._adapters = self._make_adapters()
+        self._adapters = [_adapter(joinable, kwargs, shadows=shadows) for joinable in joinables]
         self._was_entered = False
         self._group, self._join_device = _group_and_device(joinables)
         self._session: JoinSession | None = None
@@ -232,7 +219,9 @@ class Join(base.Join):
         if active_join(self._group) is not None:
             raise TrainingLoopError("a Join is already active on this process group: leave its block first")
         if self._was_entered:
-            self._adapters = self._make_adapters()  # A hook of a joinable serves one block.
+            raise TrainingLoopError(
+                "a Join is entered once, for one pass over the data: make another for the next epoch"
+            )
         self._was_entered = True
         hyperparameters = Hyperparameters(
             [each for each in self._joinables if isinstance(each, Optimizer)],
@@ -241,7 +230,7 @@ class Join(base.Join):
         with Agreement(self._group, "enter Join") as agreement:
             listed, has_lengths = ", ".join(map(_described, self._joinables)), self._lengths is not None
             given = (
-                f"[{listed}], {hyperparameters.count} hyperparameters, on_exhausted={self._options['on_exhausted']!r}, "
+                f"[{listed}], {hyperparameters.count} hyperparameters, on_exhausted={self._on_exhausted!r}, "
                 f"lengths={has_lengths}"
             )
             of_ranks = agreement.agree([given, self._lengths])
@@ -254,7 +243,14 @@ class Join(base.Join):
         lengths = None if self._lengths is None else [length for _, length in of_ranks]
         board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
         self._session = session = JoinSession(
-            self._group, self._join_device, board, self._adapters, hyperparameters, lengths, **self._options
+            self._group,
+            self._join_device,
+            board,
+            self._adapters,
+            hyperparameters,
+            lengths,
+            on_exhausted=self._on_exhausted,
+            divides_by_count=self._divides_by_count,
         )
         board.watch()
         sessions[self._group] = session
@@ -281,7 +277,7 @@ class Join(base.Join):
             return
         if self._session is None:
             raise TrainingLoopError("join.iterate belongs inside of the block: with Join([...]) as join: ...")
-        yield from self._session.iterate(loader, self._samples_of)
+        yield from self._session.iterate(loader)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -332,43 +328,20 @@ class Join(base.Join):
         else:
             session.board.write(f"after the end/{session.rank}", None)
 
-    def _samples_of(self, batch: Any) -> int:
-        if not self._samples:
-            return 1
-        number = _first_dimension(batch) if isinstance(self._samples, bool) else self._samples(batch)
-        if number is None or isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ConfigurationError(
-                f"weight_by_samples found {number!r} samples in a batch; give a callable of a batch that returns its "
-                "size, 1 or more"
-            )
-        return number
-
     def _leave(self) -> None:
         self._session = None
         self._undo.close()
 
 
-def _on_exhausted(value: OnExhausted | None, *, throws: bool) -> OnExhausted:
-    """``on_exhausted`` and ``throw_on_early_termination`` together."""
-    check_flag("throw_on_early_termination", throws)
-    if value is None:
-        return "raise" if throws else "shadow"
-    if not is_one_of(value, *get_args(OnExhausted)):
-        raise ConfigurationError(f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {told(value)}")
-    if throws and value != "raise":
-        raise ConfigurationError(f"throw_on_early_termination=True is on_exhausted='raise', but that is {value!r}")
-    return value
-
-
 def _joinables(given: Any) -> list[Any]:
-    """``given`` as a list; where it holds a compiled model, the model."""
+    """``given`` as a list, with the model of a compiled one, and the optimizer inside of a framework's wrapper."""
     if isinstance(given, (nn.Module, Optimizer, LRScheduler, base.Joinable)) or (held := as_list(given)) is None:
         raise ConfigurationError(f"joinables is a list, as in Join([ddp, optimizer]), got {described(given)}")
     if not held:
         raise ConfigurationError(
             "The join context manager requires at least one joinable, such as a DistributedDataParallel model"
         )
-    joinables = [uncompiled(joinable) for joinable in held]
+    joinables = [unwrapped(uncompiled(joinable)) for joinable in held]
     for place, joinable in enumerate(joinables):
         if any(joinable is other for other in joinables[:place]):
             raise ConfigurationError(f"this {described(joinable)} is given twice: joinables names each once")
@@ -425,10 +398,3 @@ def _cause(error: BaseException, board: Board) -> CollectiveError | None:
     if isinstance(error, OverlapError):
         return board.peer_error() if isinstance(error, CollectiveError) else None
     return board.peer_error() or (explained(error, "failed under Join") if has_lost_connection(error) else None)
-
-
-def _first_dimension(batch: Any) -> int | None:
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((number for part in parts if (number := _first_dimension(part)) is not None), None)

@@ -10,14 +10,14 @@ forward and a synchronized backward of a model, or one ``step()`` of anything el
 as often as the longest rank goes on. No collective is added. Each active rank compares its own calls with that list in
 its first iteration, and again from the iteration after which a rank may leave; a loop that differs is refused.
 
-*Polled* (otherwise). An iteration begins with one small all-reduce in which each rank says how many samples it has.
+*Polled* (otherwise). An iteration begins with one small all-reduce in which each rank says whether it has inputs.
 While all have inputs, that is all. Once a rank is missing, each call (a forward with collectives, a backward, a step)
 is preceded by an all-reduce of the same size, in which the highest of the ranks with inputs describes the call. Active
 ranks do not wait for it. So any loop is followed, call by call::
 
     active ranks                              a rank without inputs
     ------------                              ---------------------
-    poll: samples, of this iteration          poll: 0
+    poll: 1, an iteration begins              poll: 0
     poll: a forward that synchronizes         poll -> adapter.replay(FORWARD)
     poll: a backward                          poll -> adapter.replay(BACKWARD)
     poll: a step, with learning rates         poll -> adapter.replay(STEP)
@@ -25,7 +25,6 @@ ranks do not wait for it. So any loop is followed, call by call::
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -42,16 +41,12 @@ from overlap.join.adapters import Call, Hyperparameters, JoinableAdapter, Replay
 from overlap.ranks.board import Board
 
 __all__ = [
-    "SKEW_TO_WARN_OF",
     "JoinSession",
     "active_join",
     "gradient_divisor",
     "refuse_once_joined",
-    "refuse_sample_weights",
     "sessions",
 ]
-
-SKEW_TO_WARN_OF = 1000
 
 _Batch = TypeVar("_Batch")
 _Replayed = Iterator[tuple[JoinableAdapter, Call, Sequence[float] | None]]
@@ -73,7 +68,6 @@ class JoinSession:
         lengths: how many iterations each rank will run, where the Join was given that.
         on_exhausted: the Join's option.
         divides_by_count: whether gradients are divided by the number of ranks that have inputs, not by that of all.
-        counts_samples: whether the mean is over samples, not over ranks.
     """
 
     def __init__(
@@ -87,12 +81,11 @@ class JoinSession:
         *,
         on_exhausted: str,
         divides_by_count: bool,
-        counts_samples: bool,
     ) -> None:
         self.group, self.rank, self.device, self.board = group, group.rank(), device, board
         self.adapters, self.hyperparameters = adapters, hyperparameters
         self.on_exhausted, self.shadows = on_exhausted, on_exhausted == "shadow"
-        self.divides_by_count, self.counts_samples = divides_by_count, counts_samples
+        self.divides_by_count = divides_by_count
         self.gradients = ReplayedGradients(lambda: self.missing)
         self.replays_own_gradients = False
         """Whether this rank replays a backward with the gradients that it had accumulated when it ran out."""
@@ -111,7 +104,7 @@ class JoinSession:
     @property
     def missing(self) -> list[int]:
         """The ranks that have run out of inputs, and replay."""
-        return _without(self._way.samples) if self.shadows else []
+        return _without(self._way.active) if self.shadows else []
 
     @property
     def divisor(self) -> int:
@@ -122,16 +115,8 @@ class JoinSession:
         """The same, for sums over ``ranks`` only."""
         if not self.divides_by_count:
             return len(ranks)
-        samples = self._way.samples
-        return max(1, sum(1 for rank in ranks if samples[rank]))  # Where none has inputs, the sum is of zeros.
-
-    @property
-    def gradient_weight(self) -> float:
-        """The factor of this rank's gradients, for a mean over samples."""
-        if not self.counts_samples or self._has_joined:
-            return 1.0
-        samples = self._way.samples
-        return samples[self.rank] * self.divisor / sum(samples)
+        active = self._way.active
+        return max(1, sum(active[rank] for rank in ranks))  # Where none has inputs, the sum is of zeros.
 
     @property
     def buffer_source(self) -> int:
@@ -141,7 +126,7 @@ class JoinSession:
 
     def raise_if_exhausted(self) -> None:
         """Raises: TrainingLoopError: some ranks have inputs, some have none, and ``on_exhausted="raise"``."""
-        missing = _without(self._way.samples)
+        missing = _without(self._way.active)
         if self.on_exhausted != "raise" or not 0 < len(missing) < self.group.size():
             return
         self.has_raised_on_all = True
@@ -158,7 +143,7 @@ class JoinSession:
 
     # An active rank.
 
-    def iterate(self, loader: Iterable[_Batch], samples_of: Callable[[_Batch], int]) -> Iterator[_Batch]:
+    def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of ``loader``; ends where this rank runs out, or with ``on_exhausted="stop"`` where any does."""
         if self._is_iterated or self.steps or self.iteration >= 0:
             raise TrainingLoopError(
@@ -168,20 +153,19 @@ class JoinSession:
         self._is_iterated = True
         if isinstance(self._way, _Polled):
             models = sum(Call.BACKWARD in adapter.calls for adapter in self.adapters)
-            is_polled = self.counts_samples or (self.shadows and models > 1)
-            length = None if is_polled else _length(loader)
+            length = None if self.shadows and models > 1 else _length(loader)
             lengths = self.board.gather("join.iterate", length, purpose=" to join.iterate")
             if None not in lengths:
                 self._way = _Known(self, lengths)
         stops = self.on_exhausted == "stop"
         for batch in loader:
-            self._way.begin(samples_of(batch))
-            if stops and not all(self._way.samples):
+            self._way.begin(has_inputs=True)
+            if stops and not all(self._way.active):
                 break
             yield batch
         else:
             if stops:
-                self._way.begin(0)
+                self._way.begin(has_inputs=False)
         self._is_exhausted = True
 
     def on_call(
@@ -204,13 +188,12 @@ class JoinSession:
         self._way.on_call(adapter, call, detail, has_collectives=has_collectives)
 
     def _begin_without_loader(self, adapter: JoinableAdapter, *, records: bool) -> None:
-        if self.on_exhausted == "stop" or self.counts_samples:
-            option = "weight_by_samples" if self.counts_samples else 'on_exhausted="stop"'
-            raise ConfigurationError(f"{option} needs `for batch in join.iterate(loader)` around the forward")
+        if self.on_exhausted == "stop":
+            raise ConfigurationError('on_exhausted="stop" needs `for batch in join.iterate(loader)` around the forward')
         if self._driver is None and adapter.precedence == max(each.precedence for each in self.adapters):
             self._driver = adapter
         if adapter is self._driver and (records or isinstance(self._way, _Polled)):
-            self._way.begin(1)
+            self._way.begin(has_inputs=True)
 
     @property
     def watches_backward(self) -> bool:
@@ -239,17 +222,9 @@ class JoinSession:
                 f"rank {self.rank} left join.iterate(loader) after {ran} batches while it had more; {_TO_LEAVE_EARLY}"
             )
         self._has_joined = True
-        has_warned = False
         for adapter, call, detail in self._way.replayed():
             self.steps += call is Call.STEP
             adapter.replay(call, detail)
-            if self.iteration - joined_at > SKEW_TO_WARN_OF and not has_warned:
-                has_warned = True
-                warnings.warn(
-                    f"uneven inputs: rank {self.rank} ran out after {ran} iterations and has replayed "
-                    f"{SKEW_TO_WARN_OF} of other ranks since; distribute inputs more evenly: this slows training",
-                    stacklevel=2,
-                )
         return self.iteration == joined_at
 
 
@@ -268,24 +243,24 @@ class _Known:
         self.expect_hyperparameters()
 
     @property
-    def samples(self) -> list[int]:
-        """Before the first iteration as in the first."""
-        return [1 if length > max(self._session.iteration, 0) else 0 for length in self._lengths]
+    def active(self) -> list[bool]:
+        """Which ranks have inputs; before the first iteration as in the first."""
+        return [length > max(self._session.iteration, 0) for length in self._lengths]
 
     @property
     def source(self) -> int:
         """The highest rank that has inputs."""
-        samples = self.samples
-        return max((rank for rank, number in enumerate(samples) if number), default=len(samples) - 1)
+        active = self.active
+        return max((rank for rank, is_active in enumerate(active) if is_active), default=len(active) - 1)
 
     # Active.
 
-    def begin(self, samples: int) -> None:
+    def begin(self, *, has_inputs: bool) -> None:
         session = self._session
         self._end()
         session.iteration += 1
-        if (session.iteration < self._own) != bool(samples):
-            self._refuse_number("begins another" if samples else f"its loader had {session.iteration}")
+        if (session.iteration < self._own) != has_inputs:
+            self._refuse_number("begins another" if has_inputs else f"its loader had {session.iteration}")
         session.raise_if_exhausted()
         is_watched = self._is_uneven and (session.iteration == 0 or session.iteration >= min(self._lengths) - 1)
         if is_watched and not self.is_watched and session.iteration > 0:
@@ -362,42 +337,42 @@ class _Polled:
     """Ranks ask each other by small all-reduces on the group: in every iteration who has inputs, and while one has none
     also before each call.
 
-    Each is of float64: every rank's samples, every rank's number of steps, the call, and the hyperparameters. The last
-    two are written by one rank alone, so a sum is a broadcast.
+    Each is of float64: whether every rank has inputs, every rank's number of steps, the call, and the hyperparameters.
+    The last two are written by one rank alone, so a sum is a broadcast.
     """
 
     is_watched = True
 
     def __init__(self, session: JoinSession) -> None:
         self._session, self._size = session, session.group.size()
-        self._samples, self._source = [1] * self._size, self._size - 1
+        self._active, self._source = [True] * self._size, self._size - 1
         self._pending: _Poll | None = None
         # Nobody waits for it here; kept until the next one.
         self._described: _Poll | None = None
 
     @property
-    def samples(self) -> list[int]:
-        """Waits for those of this iteration, if they are under way."""
+    def active(self) -> list[bool]:
+        """Which ranks have inputs; waits for those of this iteration, if they are under way."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._take(pending.result(self._session.board.poll))
             self._session.raise_if_exhausted()
-        return self._samples
+        return self._active
 
     @property
     def source(self) -> int:
         """The highest rank that has inputs, or had them last."""
-        self.samples  # noqa: B018
+        self.active  # noqa: B018
         return self._source
 
     # Active.
 
-    def begin(self, samples: int) -> None:
+    def begin(self, *, has_inputs: bool) -> None:
         """Begin an iteration; unless ranks end together, the result is waited for only where it is needed."""
         self._session.iteration += 1
-        self._ask(samples)
+        self._ask(has_inputs=has_inputs)
         if not self._session.shadows:
-            self.samples  # noqa: B018
+            self.active  # noqa: B018
 
     def on_call(
         self, adapter: JoinableAdapter, call: Call, detail: Sequence[float], *, has_collectives: bool = True
@@ -411,45 +386,45 @@ class _Polled:
             described = [call, session.adapters.index(adapter), *detail]
             described += [0.0] * (_OF_CALL - len(described))
             described += session.hyperparameters.values()
-        self._described = self._poll(self._samples[session.rank], described)
+        self._described = self._poll(described, has_inputs=True)
 
     # Without inputs.
 
     def replayed(self) -> _Replayed:
         session = self._session
-        self._ask(0)
-        if not any(self.samples):
+        self._ask(has_inputs=False)
+        if not any(self.active):
             return
         session.iteration += 1
-        while any(self._samples):
-            call, index, *detail = self._take(self._poll(0).result(session.board.poll))
+        while any(self._active):
+            call, index, *detail = self._take(self._poll(has_inputs=False).result(session.board.poll))
             if call == Call.BEGIN:
-                session.iteration += any(self._samples)
+                session.iteration += any(self._active)
             else:
                 session.hyperparameters.follow(detail[_OF_CALL - 2 :])
                 yield session.adapters[int(index)], Call(int(call)), detail[: _OF_CALL - 2]
 
     # Both.
 
-    def _ask(self, samples: int) -> None:
-        self.samples  # noqa: B018
-        self._pending = self._poll(samples)
+    def _ask(self, *, has_inputs: bool) -> None:
+        self.active  # noqa: B018
+        self._pending = self._poll(has_inputs=has_inputs)
 
-    def _poll(self, samples: int, described: Sequence[float] = ()) -> _Poll:
+    def _poll(self, described: Sequence[float] = (), *, has_inputs: bool) -> _Poll:
         session = self._session
         of_ranks = [0.0] * (2 * self._size)
-        of_ranks[session.rank], of_ranks[self._size + session.rank] = samples, session.steps
+        of_ranks[session.rank], of_ranks[self._size + session.rank] = has_inputs, session.steps
         described = described or [0.0] * (_OF_CALL + session.hyperparameters.count)
         return _Poll(session.group, session.device, [*of_ranks, *described])
 
     def _take(self, numbers: Sequence[float]) -> Sequence[float]:
         """Take over who has inputs; returns the description of a call, of zeros where an iteration begins."""
         size = self._size
-        self._samples = [int(number) for number in numbers[:size]]
-        self._source = max((rank for rank in range(size) if self._samples[rank]), default=self._source)
+        self._active = [bool(number) for number in numbers[:size]]
+        self._source = max((rank for rank in range(size) if self._active[rank]), default=self._source)
         if numbers[2 * size] == Call.BEGIN and len(set(numbers[size : 2 * size])) > 1:
             raise TrainingLoopError(
-                f"ranks {_without(self._samples)} ran out of inputs, and the others did something more (a step of an "
+                f"ranks {_without(self._active)} ran out of inputs, and the others did something more (a step of an "
                 "optimizer or a scheduler) before the forward that would tell them; do it after backward, or use "
                 "`for batch in join.iterate(loader)`"
             )
@@ -489,9 +464,9 @@ class _Poll:
         return numbers
 
 
-def _without(samples: Sequence[int]) -> list[int]:
-    """The ranks that have no samples."""
-    return [rank for rank, number in enumerate(samples) if not number]
+def _without(active: Sequence[bool]) -> list[int]:
+    """The ranks that have no inputs."""
+    return [rank for rank, is_active in enumerate(active) if not is_active]
 
 
 def _in_words(adapter: JoinableAdapter, call: Call) -> str:
@@ -525,9 +500,6 @@ def gradient_divisor(group: dist.ProcessGroup, *, within: dist.ProcessGroup | No
         group: the ranks whose gradients are added up.
         within: the group that the model trains on, where ``group`` is a part of it.
 
-    Raises:
-        UnsupportedError: gradients are weighted for a mean over all of ``within``.
-
     >>> from overlap.join import gradient_divisor
     >>> gradient_divisor(dist.group.WORLD)
     1
@@ -537,22 +509,7 @@ def gradient_divisor(group: dist.ProcessGroup, *, within: dist.ProcessGroup | No
     if within is None or (join := active_join(within)) is None:
         return group.size()
     whole, part = dist.get_process_group_ranks(within), dist.get_process_group_ranks(group)
-    if set(part) != set(whole):
-        refuse_sample_weights(within, "averages gradients over some of the ranks")
     return join.divisor_among([whole.index(rank) for rank in part if rank in whole])
-
-
-def refuse_sample_weights(group: dist.ProcessGroup, what: str) -> None:
-    """Called where gradients are not averaged over all of ``group``.
-
-    Raises:
-        UnsupportedError: the active Join weights them for a mean over all.
-    """
-    if (join := active_join(group)) is not None and join.counts_samples:
-        raise UnsupportedError(
-            f"weight_by_samples=True weights gradients for a mean over the samples of all ranks, and this model "
-            f"{what}: leave weight_by_samples out"
-        )
 
 
 def refuse_once_joined(group: dist.ProcessGroup, what: str) -> None:

@@ -42,8 +42,7 @@ from overlap._torch.optimizer import drop_hooks
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, UnsupportedError
 from overlap.hooks.engine.registration import registration_of
 from overlap.plan.candidates import METHODS, PLAIN, build
-from overlap.ranks.board import Agreement, is_lost_connection
-from overlap.ranks.collectives import all_reduce
+from overlap.ranks.board import Agreement, all_reduce, is_lost_connection
 
 __all__ = ["FEWEST_ROUNDS", "Originals", "Race", "Training", "generators_restored"]
 

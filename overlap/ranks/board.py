@@ -26,7 +26,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -34,11 +34,25 @@ from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from overlap._torch.c10d import PrefixStore, TCPStore, backend_name, group_store, group_timeout, has_lost_connection
 from overlap.errors import CollectiveError, PeerError
 
-__all__ = ["Agreement", "Board", "agree", "explain", "explained", "is_lost_connection", "is_reported"]
+__all__ = [
+    "Agreement",
+    "Board",
+    "agree",
+    "all_reduce",
+    "broadcast",
+    "explain",
+    "explained",
+    "failures_explained",
+    "is_lost_connection",
+    "is_reported",
+    "of_all_ranks",
+    "on_rank",
+]
 
 _Result = TypeVar("_Result")
 
@@ -378,3 +392,49 @@ def _has_peers(group: dist.ProcessGroup) -> bool:
 def _one_line(error: BaseException) -> str:
     notes = " ".join(getattr(error, "__notes__", ()))
     return " ".join(f"{type(error).__name__}: {error} {notes}".split())
+
+
+# Collectives on a process group itself, outside of the stages.
+
+
+@contextlib.contextmanager
+def failures_explained() -> Iterator[None]:
+    """For collectives on a group itself. Raises: CollectiveError: one of them has lost a connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError) or not has_lost_connection(error):
+            raise
+        raise explained(error, "failed") from error
+
+
+def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup) -> None:
+    """Reduce ``tensor`` over the group, in place on every rank.
+
+    Raises:
+        CollectiveError: a rank is lost.
+    """
+    with failures_explained():
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup) -> None:
+    """Copy ``tensor`` of rank ``src`` of the group to every rank, in place; raises as :func:`all_reduce`."""
+    with failures_explained():
+        dist.broadcast(tensor, group=group, group_src=src)
+
+
+def of_all_ranks(value: object, group: dist.ProcessGroup) -> list[Any]:
+    """The ``value`` of every rank, in the order of ranks, on every rank; raises as :func:`all_reduce`."""
+    everyone: list[Any] = [None] * group.size()
+    with failures_explained():
+        dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def on_rank(to: int, value: object, group: dist.ProcessGroup) -> list[Any] | None:
+    """The ``value`` of every rank on rank ``to`` of the group; ``None`` elsewhere. Raises as :func:`all_reduce`."""
+    everyone: list[Any] | None = [None] * group.size() if group.rank() == to else None
+    with failures_explained():
+        dist.gather_object(value, everyone, group=group, group_dst=to)
+    return everyone

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
-from overlap.ranks.board import agree
-from overlap.ranks.collectives import of_all_ranks, on_rank
+from overlap.ranks.board import agree, of_all_ranks, on_rank
 from overlap.resume.state import Optim, Run, note_loaded, stage_of
 
 __all__ = ["TrainState", "remembers"]

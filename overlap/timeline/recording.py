@@ -31,7 +31,7 @@ from overlap.hooks.collectives import Operation, WholePass
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.engine.wavefront import BETWEEN_PASSES, Subject
 from overlap.hooks.stage import walk
-from overlap.ranks.collectives import of_all_ranks
+from overlap.ranks.board import of_all_ranks
 from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, save_reports
 
 __all__ = ["Clock", "EventClock", "Recorder", "StepRecord", "Timeline", "clock_for", "read_steps", "synchronized"]

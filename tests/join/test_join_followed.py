@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
-    register,
 )
-from overlap.hooks import allreduce_hook
 
 _BATCHES = (6, 3)
 _TIMEOUT_S = 20
@@ -90,58 +87,27 @@ def test_local_sgd_before_its_start_is_plain_ddp_on_ranks_without_inputs_too() -
 # Means over some of the ranks.
 
 
-def _size(batch: Any) -> int:
-    return int(batch.target.shape[0])
-
-
-def _weighted_alone(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    local = LocalSGD(ddp, _sgd(ddp), period=2, start_step=1)
-
-    def body(batch: Any) -> None:
-        mean_squared_error(ddp, batch).backward()
-        local.step()
-
-    with pytest.raises((UnsupportedError, PeerError), match="weight_by_samples=True weights gradients"):
-        _run([ddp, local], MLP.batches(rank, steps=3 - rank), "stream", body, weight_by_samples=_size)
-
-
-def _weighted_in_part(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    register(ddp, allreduce_hook, dist.new_group([rank], use_local_synchronization=True))
-
-    def body(batch: Any) -> None:
-        mean_squared_error(ddp, batch).backward()
-
-    with pytest.raises((UnsupportedError, PeerError), match="averages gradients over some of the ranks"):
-        _run([ddp], MLP.batches(rank, steps=2), "stream", body, weight_by_samples=_size)
-
-
-@pytest.mark.parametrize("form", [_weighted_alone, _weighted_in_part])
-def test_weights_by_samples_are_refused_where_the_mean_is_not_over_all_ranks(form: Any) -> None:
-    run_ranks(form, 2)
-
-
-def _divided(rank: int, world_size: int, subgroup: bool) -> list[Tensor]:
-    """Rank 0's gradients when rank 1 has run out; and of local SGD, whose subgroup is all ranks."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    group = dist.new_group([0, 1]) if subgroup else None
-    local = LocalSGD(ddp, _sgd(ddp), period=100, start_step=0 if subgroup else 100, subgroup=group)
-    gradients: list[Tensor] = []
-    batches = MLP.batches(rank, steps=2 - rank)
-    with joined([ddp, local], batches, "loader", divide_by_initial_world_size=False) as iterated:
-        for batch in iterated:
-            local.zero_grad()
-            mean_squared_error(ddp, batch).backward()
-            gradients = [parameter.grad.clone() for parameter in ddp.parameters()]
-            local.step()
-    return gradients
+def _divided(rank: int, world_size: int) -> None:
+    """Gradients when rank 1 has run out; and of local SGD, whose subgroup is all ranks."""
+    found: list[list[Tensor]] = []
+    for subgroup in (None, dist.new_group([0, 1])):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        start_step = 100 if subgroup is None else 0
+        local = LocalSGD(ddp, _sgd(ddp), period=100, start_step=start_step, subgroup=subgroup)
+        gradients: list[Tensor] = []
+        batches = MLP.batches(rank, steps=2 - rank)
+        with joined([ddp, local], batches, "loader", divide_by_initial_world_size=False) as iterated:
+            for batch in iterated:
+                local.zero_grad()
+                mean_squared_error(ddp, batch).backward()
+                gradients = [parameter.grad.clone() for parameter in ddp.parameters()]
+                local.step()
+        found.append(gradients)
+    assert_parity(found[1], found[0], what="in a subgroup")
 
 
 def test_the_divisor_of_a_subgroup_is_the_number_of_its_ranks_with_inputs() -> None:
-    (whole, _), (part, _) = run_ranks(_divided, 2, False), run_ranks(_divided, 2, True)
-    for plain, ours in zip(whole, part, strict=True):
-        assert torch.equal(ours, plain)
+    run_ranks(_divided, 2)
 
 
 # Parameters that no rank used.
@@ -300,21 +266,6 @@ def test_gradients_that_a_rank_without_inputs_would_step_with_otherwise_are_refu
 # Steps and groups that ranks without inputs cannot follow.
 
 
-def _calls_again(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=3)
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = mean_squared_error(ddp, MLP.batch(0, rank))
-        loss.backward()
-        return loss
-
-    with Join([ddp, optimizer]) as join:
-        for _ in join.iterate(range(2)):
-            optimizer.step(closure)
-
-
 def _adds_a_group(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     chain(AllReduce()).register(ddp)  # The others learn of the error at once.
@@ -329,39 +280,42 @@ def _adds_a_group(rank: int, world_size: int) -> None:
             optimizer.step()
 
 
-def _refused(rank: int, world_size: int, loop: Callable[[int, int], None], words: str) -> None:
-    with pytest.raises((TrainingLoopError, PeerError), match=words):
-        loop(rank, world_size)
+def _refuses_more(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"call closure\(\) first"), Join([ddp, optimizer]):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises((TrainingLoopError, PeerError), match="add_param_group"):
+        _adds_a_group(rank, world_size)
 
 
-@pytest.mark.parametrize(
-    ("loop", "words"), [(_calls_again, "calls its closure again"), (_adds_a_group, "add_param_group")]
-)
-def test_what_cannot_be_followed_is_an_error(loop: Callable[[int, int], None], words: str) -> None:
-    run_ranks(_refused, 2, loop, words, group_timeout_s=_TIMEOUT_S)
+def test_what_cannot_be_followed_is_an_error() -> None:
+    run_ranks(_refuses_more, 2, group_timeout_s=_TIMEOUT_S)
 
 
 # Calls that all ranks make together.
 
 
-def _together(rank: int, world_size: int, call: str) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    made: Any
-    if call == "synchronize":
-        made = LocalSGD(ddp, _sgd(ddp), period=3, start_step=0)
-    else:
-        made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-        chain(ZeroStep(made)).register(ddp)
+def _together(rank: int, world_size: int) -> None:
+    for call in ("synchronize", "consolidate_state_dict"):
+        ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
+        made: Any
+        if call == "synchronize":
+            made = LocalSGD(ddp, _sgd(ddp), period=3, start_step=0)
+        else:
+            made = ZeroRedundancyOptimizer(
+                ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True, process_group=ddp.process_group
+            )
+            chain(ZeroStep(made)).register(ddp)
 
-    def body(batch: Any) -> None:
-        mean_squared_error(ddp, batch).backward()
-        made.step()
-        getattr(made, call)()
+        def body(batch: Any, ddp: Any = ddp, made: Any = made, call: str = call) -> None:
+            mean_squared_error(ddp, batch).backward()
+            made.step()
+            getattr(made, call)()
 
-    with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=rf"{call}.*ranks \[1\] have run out"):
-        _run([ddp, made], MLP.batches(rank, steps=4 - 2 * rank), "loader", body)
+        with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=rf"{call}.*ranks \[1\] have run out"):
+            _run([ddp, made], MLP.batches(rank, steps=4 - 2 * rank), "loader", body)
 
 
-@pytest.mark.parametrize("call", ["synchronize", "consolidate_state_dict"])
-def test_a_call_of_all_ranks_is_refused_once_a_rank_has_run_out(call: str) -> None:
-    run_ranks(_together, 2, call, group_timeout_s=_TIMEOUT_S)
+def test_a_call_of_all_ranks_is_refused_once_a_rank_has_run_out() -> None:
+    run_ranks(_together, 2, group_timeout_s=_TIMEOUT_S)

@@ -257,10 +257,10 @@ MUTANTS: dict[str, Mutant] = {
         "optim/local_sgd/test_local_sgd_torch_names.py -k longest",
     ),
     "the outer optimizer makes no step": Mutant(
-        "optim/local_sgd/outer.py", "step_whole(self.optimizer)", "copy_all(anchors, gradients)", _AVERAGES
+        "optim/local_sgd/averager.py", "step_whole(self.optimizer)", "copy_all(anchors, gradients)", _AVERAGES
     ),
     "changes are taken from an earlier average": Mutant(
-        "optim/local_sgd/outer.py",
+        "optim/local_sgd/averager.py",
         "copy_all(anchors, gradients)\n            return moved",
         "return dict(means)",
         "optim/local_sgd/test_local_sgd_wires.py",
@@ -268,7 +268,7 @@ MUTANTS: dict[str, Mutant] = {
     # Join.
     "the sum is divided by all ranks, not by those with inputs": Mutant(
         "join/participation.py",
-        "return max(1, sum(1 for rank in ranks if samples[rank]))",
+        "return max(1, sum(active[rank] for rank in ranks))",
         "return len(ranks)",
         "join/test_join_parity.py -k chains",
     ),

@@ -25,16 +25,8 @@ def _zero(ddp: Any) -> ZeroRedundancyOptimizer:
 
 # What is made, and what the others call when a rank has ended.
 _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "a whole state": (
-        lambda ddp: overlap.TrainState(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)),
-        lambda ddp, state: state.state_dict(),
-    ),
     "zero.step() without hooks": (_zero, lambda ddp, zero: zero.step()),
     "an average": (lambda ddp: None, lambda ddp, _: average_parameters(ddp.parameters())),
-    "a quantized collective": (
-        lambda ddp: overlap.auto_quantize(dist.all_to_all_single, overlap.DQuantType.FP16),
-        lambda ddp, all_to_all: all_to_all(torch.zeros(6), torch.ones(6)),
-    ),
 }
 
 
@@ -43,8 +35,6 @@ def _loses_a_rank(rank: int, world_size: int, name: str) -> str:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     made = make(ddp)
     mean_squared_error(ddp, MLP.batch(0, rank)).backward()
-    if name == "a quantized collective":
-        call(ddp, made)  # Connects, and compares the call.
     dist.barrier()
     if rank == 1:
         os._exit(3)
@@ -63,9 +53,9 @@ def test_a_lost_rank_is_a_clear_error(name: str) -> None:
 
 # Elsewhere in the library Gloo's bare errors would reach the user.
 _ISSUE = {
-    "ranks/collectives.py",
+    "ranks/board.py",
     "_torch/c10d.py",  # What executors launch; they wait for it.
-    "_torch/join.py",  # In the block of a Join, which explains what comes out of it.
+    "join/adapters.py",  # In the block of a Join, which explains what comes out of it.
     "join/participation.py",
     "hooks/engine/registration.py",  # As plain DDP does, where nothing is registered any more.
 }

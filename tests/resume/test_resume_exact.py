@@ -79,11 +79,6 @@ def _local(ddp: Any, reducer: Any, **options: Any) -> Any:
     return LocalSGD(ddp, SGD(ddp.parameters()), period=2, start_step=2, reducer=reducer, **options)
 
 
-def _local_in_backward(ddp: Any, reducer: Any) -> Any:
-    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
-    return LocalSGD(ddp, optimizer, period=2, start_step=2, reducer=reducer, update=Step(optimizer))
-
-
 def _of_two(ddp: Any, reducer: Any, *, sharded: bool) -> list[Any]:
     matrices, others = ([p for p in ddp.parameters() if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
     adamw = OverlappedOptimizer(ADAMW(others))
@@ -108,11 +103,7 @@ FORMS: dict[str, Build] = {
     "ZeroStep and Step": functools.partial(_of_two, sharded=True),
     "LocalSGD, overlapped": functools.partial(_local, overlap=1, fragments=2),
     "LocalSGD, outer": functools.partial(_local, outer=OUTER),
-    "LocalSGD, update in backward": _local_in_backward,
 }
-
-CUT_ANEW = ("LocalSGD, update in backward",)
-"""Not offered with ``find_unused_parameters``; it reduces no bucket after the resume."""
 
 REDUCERS: dict[str, Callable[[], Any]] = {
     "Quantize": lambda: Quantize(Int8()),
@@ -133,7 +124,6 @@ REDUCERS: dict[str, Callable[[], Any]] = {
 
 
 def _made(case: Case, form: str, reducer: str, *, keeps_buckets: bool = True, **model: Any) -> tuple[Any, Any]:
-    keeps_buckets = keeps_buckets and form not in CUT_ANEW
     ddp = wrap(case.model(**model), **{**case.ddp_options(), "find_unused_parameters": keeps_buckets})
     return ddp, FORMS[form](ddp, {**REDUCERS, **TWO_LEVELS}[reducer]())
 

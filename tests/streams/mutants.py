@@ -121,7 +121,7 @@ MUTANTS: dict[str, Mutant] = {
         f"{_OPTIM}.zero.prefetch:ParameterPrefetch.wait", "completion.wait()", _FORWARD
     ),
     "an average lands before it is there": _without(
-        f"{_OPTIM}.local_sgd.averages:Running.wait", "completion.wait()", "local, overlapped"
+        f"{_OPTIM}.local_sgd.means:Running.wait", "completion.wait()", "local, overlapped"
     ),
     # Gradients that are released.
     "a released bucket goes before the stages' stream is done with it": _without(

@@ -137,7 +137,7 @@ def _failing() -> Callable[[Any], None]:
 
 
 # Once, before the first average.
-_FIRST_ROUND = ("overlap/optim/local_sgd/outer.py:check_common",)
+_FIRST_ROUND = ("overlap/optim/local_sgd/averager.py:check_common",)
 _POLL = ("overlap/join/participation.py:result",)
 _WIRES: dict[str, Any] = {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True}
 _VIEWS = {"gradient_as_bucket_view": True}

@@ -35,8 +35,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.stage import Stage, walk
-from overlap.ranks.board import explained
-from overlap.ranks.collectives import failures_explained
+from overlap.ranks.board import explained, failures_explained
 
 __all__ = [
     "SMALL_BYTES",

@@ -33,6 +33,7 @@ from overlap.hooks.engine.wavefront import (
     StageRun,
     Subject,
     run_items,
+    without_frames,
 )
 from overlap.hooks.stage import (
     Role,
@@ -307,8 +308,9 @@ class Runtime:
             except BaseException as error:
                 executor.join()  # What was queued before the failure uses tensors that may now be freed or changed.
                 executor.channels.fail(error)
+                kept = error if executor.worker is not None else without_frames(error)
                 for completion in completions.values():
-                    completion.fail(error)
+                    completion.fail(kept)
 
         executor.submit(job)
         return completions

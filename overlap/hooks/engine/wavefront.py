@@ -28,6 +28,7 @@ from __future__ import annotations
 import copy
 import operator
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -53,6 +54,7 @@ __all__ = [
     "Wavefront",
     "run_items",
     "run_now",
+    "without_frames",
 ]
 
 BETWEEN_PASSES = "background"
@@ -392,6 +394,19 @@ class Completion:
             raise _copied(self._error)
         if self._event is not None:
             current_stream(self._device).wait_event(self._event)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """A copy of ``error`` to be kept for later, with its frames as a note.
+
+    A frame of the training thread keeps all that called it, and so the model, whose reducer would keep the stage that
+    keeps the error: no garbage collector sees that circle.
+    """
+    cause, frames = error.__cause__, traceback.format_tb(error.__traceback__, limit=-3)
+    made = _copied(error).with_traceback(None)
+    made.__cause__ = None if cause is None else without_frames(cause)
+    made.add_note("".join(frames).rstrip())
+    return made
 
 
 def _copied(error: BaseException) -> BaseException:

@@ -1,9 +1,14 @@
-"""Averages one model: which of its tensors, and when.
+"""Averages one model: which of its tensors, when, and by which outer optimizer.
 
 An average is begun at the end of a step and applied ``overlap`` steps later, at once where that is 0. If it is applied
 later, copies are averaged meanwhile, and each rank keeps the updates that it made since: new = average + (current -
 snapshot). Parameters are only written between two steps, by the training thread, never while a forward or a backward
 reads them.
+
+If all ranks began the round at the parameters ``x``, their anchor, and ``m`` is the mean at its end, the gradient of an
+outer optimizer is ``x - m``. SGD with rate 1 gives the plain average, SGD with momentum is SlowMo (Wang et al. 2019,
+https://arxiv.org/abs/1910.00643), and Nesterov momentum is DiLoCo (Douillard et al. 2023,
+https://arxiv.org/abs/2311.08105).
 """
 
 from __future__ import annotations
@@ -20,61 +25,21 @@ from torch.optim import Optimizer
 
 from overlap._checks import check_flag, check_whole_number, described, told
 from overlap._torch.ddp import data_parallel_parameters
+from overlap._torch.foreach import copy_all, subtract_from_
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.wires import Wire
-from overlap.optim.local_sgd.averages import Running, Weight, WiredMean, average, wider
-from overlap.optim.local_sgd.outer import Anchors, MakeOptimizer
-from overlap.ranks.collectives import all_reduce
+from overlap.optim.local_sgd.means import Running, Weight, WiredMean, average, wider
+from overlap.optim.stepper import check_optimizer, grads_replaced, step_whole
+from overlap.ranks.board import all_reduce
 
-__all__ = ["Averager", "Options", "Period", "into_fragments"]
+__all__ = ["Averager", "MakeOptimizer", "Period", "into_fragments"]
 
 Period = int | Callable[[int], int]
 """Steps from one average to the next; or a function of the step at which a round begins, counted from 0."""
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of :class:`LocalSGD` that have these names.
-
-    Raises:
-        ConfigurationError: one is out of range, or two do not fit together.
-    """
-
-    period: Period
-    start_step: int
-    overlap: int
-    outer: MakeOptimizer | None
-    fragments: int
-    wire: Wire | None
-    error_feedback: bool
-
-    def __post_init__(self) -> None:
-        if not callable(self.period):
-            check_whole_number("period", self.period, least=1)
-        check_whole_number("start_step", self.start_step, least=0)
-        check_whole_number("overlap", self.overlap, least=0)
-        check_whole_number("fragments", self.fragments, least=1)
-        if self.wire is not None and not isinstance(self.wire, Wire):
-            hint = f"{self.wire.__name__}()" if isinstance(self.wire, type) else "Int8()"
-            raise ConfigurationError(
-                f"wire is {described(self.wire)}; give a wire such as {hint}, or None for full precision"
-            )
-        if check_flag("error_feedback", self.error_feedback) and self.wire is None:
-            raise ConfigurationError(
-                "error_feedback=True keeps the errors of a wire, and there is no wire: give one, as in wire=Int8()"
-            )
-
-    def __str__(self) -> str:
-        # The same on every rank that has the same options.
-        period = told(self.period)
-        if callable(self.period):
-            period = getattr(self.period, "__qualname__", type(self.period).__name__)
-        parts = [f"period {period} from step {told(self.start_step)}"]
-        parts += [f"overlap {told(self.overlap)}"] if self.overlap else []
-        parts += [f"{told(self.fragments)} fragments"] if self.fragments > 1 else []
-        parts += [] if self.wire is None else [f"wire {self.wire!r}"]
-        return ", ".join([*parts, "error feedback"] if self.error_feedback else parts)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -103,31 +68,51 @@ class Averager:
         owner: named in messages.
         ddp: the model.
         optimizer: has to have some of its parameters.
-        options: when, and how.
+        period, start_step, overlap, outer, fragments, wire, error_feedback: of :class:`LocalSGD`.
+
+    Raises:
+        ConfigurationError: an option is out of range, or two do not fit together.
     """
 
-    def __init__(self, owner: object, ddp: DistributedDataParallel, optimizer: Optimizer, options: Options) -> None:
-        self.options = options
+    def __init__(
+        self,
+        owner: object,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer,
+        *,
+        period: Period,
+        start_step: int,
+        overlap: int,
+        outer: MakeOptimizer | None,
+        fragments: int,
+        wire: Wire | None,
+        error_feedback: bool,
+    ) -> None:
+        if not callable(period):
+            check_whole_number("period", period, least=1)
+        self._period = period
+        self._start_step = check_whole_number("start_step", start_step, least=0)
+        self._overlap = check_whole_number("overlap", overlap, least=0)
+        if wire is not None and not isinstance(wire, Wire):
+            hint = f"{wire.__name__}()" if isinstance(wire, type) else "Int8()"
+            raise ConfigurationError(
+                f"wire is {described(wire)}; give a wire such as {hint}, or None for full precision"
+            )
+        if check_flag("error_feedback", error_feedback) and wire is None:
+            raise ConfigurationError(
+                "error_feedback=True keeps the errors of a wire, and there is no wire: give one, as in wire=Int8()"
+            )
         self.group: dist.ProcessGroup = ddp.process_group
         self._module = ddp.module
         self._parameters = _trained_parameters(ddp, optimizer)
-        for option in ("outer", "wire"):
-            unreal = [name for name, p in self._parameters.items() if p.is_complex()]
-            if unreal and getattr(options, option) is not None:
-                raise UnsupportedError(
-                    f"{option} takes real numbers, and {unreal[0]} is complex: leave {option} out, and it is averaged "
-                    "in full precision"
-                )
-        self.fragments = into_fragments(self._parameters, options.fragments)
+        self.fragments = into_fragments(self._parameters, check_whole_number("fragments", fragments, least=1))
         """The names of the parameters that are averaged together."""
         self.anchors: Anchors | None = None
         self.wire: WiredMean | None = None
-        if options.outer is not None or options.wire is not None:
-            self.anchors = Anchors(self._parameters, options.outer)
-            if options.wire is not None:
-                self.wire = WiredMean(
-                    options.wire, self.anchors.values, error_feedback=options.error_feedback, owner=owner
-                )
+        if outer is not None or wire is not None:
+            self.anchors = Anchors(self._parameters, outer)
+            if wire is not None:
+                self.wire = WiredMean(wire, self.anchors.values, error_feedback=error_feedback, owner=owner)
         self.step = 0
         """Training steps so far: the only counter of steps."""
         self.round_end: int | None = None
@@ -141,7 +126,7 @@ class Averager:
     @property
     def is_local(self) -> bool:
         """Whether the next step is one of local SGD."""
-        return self.step >= self.options.start_step
+        return self.step >= self._start_step
 
     @property
     def outer(self) -> Optimizer | None:
@@ -153,7 +138,7 @@ class Averager:
         if not self.is_local:
             return
         if self.round_end is None:
-            period = self.options.period
+            period = self._period
             length = period(self.step) if callable(period) else period
             self.round_end = self.step + check_whole_number(f"period at step {self.step}", length, least=1)
         if self.anchors is not None:
@@ -170,7 +155,7 @@ class Averager:
         if self.step == self.round_end:
             self.round_end = None
             fragment = self.rounds % len(self.fragments)
-            self._average(fragment, context, self.options.overlap, is_joining=is_joining)
+            self._average(fragment, context, self._overlap, is_joining=is_joining)
             self.rounds += 1
 
     def synchronize(self, context: StageContext, *, is_joining: bool) -> None:
@@ -291,7 +276,89 @@ class Averager:
             self.pending = _Pending(flight["fragment"], flight["apply_after"], tensors, means, snapshots)
 
     def __repr__(self) -> str:
-        return str(self.options) if self.outer is None else f"{self.options}, outer {type(self.outer).__name__}"
+        # The same on every rank that has the same options.
+        period = told(self._period)
+        if callable(self._period):
+            period = getattr(self._period, "__qualname__", type(self._period).__name__)
+        parts = [f"period {period} from step {told(self._start_step)}"]
+        parts += [f"overlap {told(self._overlap)}"] if self._overlap else []
+        parts += [f"{len(self.fragments)} fragments"] if len(self.fragments) > 1 else []
+        if self.wire is not None:
+            parts += [f"wire {self.wire.wire!r}"]
+            parts += [] if self.wire.memory.feedback is None else ["error feedback"]
+        return ", ".join(parts if self.outer is None else [*parts, f"outer {type(self.outer).__name__}"])
+
+
+class Anchors:
+    """A copy of the parameters that all ranks had when the round began, at least in fp32; it is moved at its end.
+
+    Args:
+        parameters: the model's, by name.
+        make: makes the outer optimizer of the copies; ``None`` moves them to the mean itself.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], make: MakeOptimizer | None) -> None:
+        if unreal := [name for name, p in parameters.items() if p.is_complex()]:
+            raise UnsupportedError(
+                f"outer and wire take real numbers, and {unreal[0]} is complex: leave them out, and it is averaged in "
+                "full precision"
+            )
+        self._parameters = parameters
+        self.values = {name: p.detach().to(wider(p.dtype), copy=True) for name, p in parameters.items()}
+        """The copies, by name."""
+        self.optimizer = None if make is None else _made(make, list(self.values.values()))
+        """The outer optimizer, over :attr:`values`."""
+        self.is_set = False
+        """Whether a round has begun."""
+        self._is_common = False
+
+    def begin(self) -> None:
+        """Begin the first round at the parameters as they are now, unless it has begun."""
+        if not self.is_set:
+            copy_all(list(self.values.values()), [parameter.detach() for parameter in self._parameters.values()])
+            self.is_set = True
+
+    def check_common(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """In the first average since the anchors were set or loaded, check that all ranks have the same.
+
+        Communication, then: one all-reduce of two numbers per parameter on ``group``.
+        """
+        if self._is_common:
+            return
+        values = self.values.values()
+        sums = torch.stack([v.view(_BITS[v.dtype.itemsize]).sum(dtype=torch.int64).to(device) for v in values])
+        extremes = torch.cat([sums, -sums])
+        all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        largest, smallest = extremes[: len(sums)], -extremes[len(sums) :]
+        if differing := [name for name, size in zip(self.values, (largest - smallest).tolist(), strict=True) if size]:
+            raise ConfigurationError(
+                f"ranks began the round with different parameters ({', '.join(differing[:3])}"
+                f"{', ...' if len(differing) > 3 else ''}); with a wire or an "
+                "outer optimizer all ranks must begin with the same: load the same model on every rank, or, in the "
+                "middle of a round, each rank's own state"
+            )
+        self._is_common = True
+
+    @torch.no_grad()
+    def step(self, means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Move the anchors of some parameters, given their means over ranks, which may be overwritten; returns them."""
+        moved = {name: self.values[name] for name in means}
+        anchors, gradients = list(moved.values()), list(means.values())
+        if self.optimizer is None:
+            copy_all(anchors, gradients)
+            return moved
+        subtract_from_(gradients, anchors)
+        with grads_replaced(anchors, gradients):
+            step_whole(self.optimizer)
+        return moved
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Go on from the ``values`` of a saved round; without any, the next step begins a round."""
+        if values and values.keys() != self.values.keys():
+            raise ConfigurationError("the state of local SGD is of a model with other parameters")
+        copy_all([self.values[name] for name in values], list(values.values()))
+        self.is_set, self._is_common = bool(values), False
 
 
 def _weight(steps: int, group: dist.ProcessGroup, device: torch.device) -> Weight | None:
@@ -330,3 +397,17 @@ def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[st
             "too unequal; give a smaller number"
         )
     return list(fragments.values())
+
+
+def _made(make: MakeOptimizer, values: list[Tensor]) -> Optimizer:
+    if isinstance(make, Optimizer) or not callable(make):
+        raise ConfigurationError(
+            f"outer must be a function that makes an optimizer of tensors, got {type(make).__name__}; give "
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    try:
+        return check_optimizer(make(values))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"outer could not be made from the model's parameters: {error}") from error

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, check_ddp, is_one_of, refuse_capture, told
+from overlap._checks import as_list, check_ddp, is_one_of, told
 from overlap._torch.ddp import GradientSync, before_final_sync
 from overlap._torch.join import is_joining, used_in_shadow
 from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
@@ -24,14 +24,11 @@ from overlap.hooks import Bucket, Role, SkipNonFinite, Stage, StageContext, chai
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
-from overlap.join.adapters import once_after
 from overlap.join.context import refuse_before_model
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
-from overlap.optim.local_sgd.averager import Averager, Options, Period
-from overlap.optim.local_sgd.averaging import AveragingOptimizer, SeveralOptimizers
-from overlap.optim.local_sgd.outer import MakeOptimizer
-from overlap.optim.optimizer import OverlappedOptimizer
+from overlap.optim.local_sgd.averager import Averager, MakeOptimizer, Period
+from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
 from overlap.optim.stepper import Verdict
 from overlap.optim.update import check_unscaled, without_adding_up
@@ -61,7 +58,6 @@ class LocalSGD(AveragingOptimizer, Joinable):
         start_step: steps of plain DDP before; where ``None`` 1000, and 0 with ``outer``.
         subgroup: the ranks that go on averaging gradients after it: a process group that this rank is in,
             ``"machine"`` for the ranks on one machine, ``None`` for no averaging.
-        update: a stage that updates in backward, ``Step(optimizer)`` with ``optimizer`` an ``OverlappedOptimizer``.
         reducer: how gradients are averaged, ``AllReduce()`` where ``None``.
         overlap: ``True`` makes an average while the next step runs, a number ``n`` while the next ``n`` steps run;
             the updates that a rank makes meanwhile are kept: new = average + (current - snapshot).
@@ -71,7 +67,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         wire: how averages of parameters travel, such as ``Int4()``: as changes since the last average, of which each
             rank keeps a copy. Ranks have the same parameters after it, bit for bit. Buffers travel in full precision.
         error_feedback: add the rounding errors of an average to the next; takes an fp32 copy of the parameters.
-        transforms: stages between the reducer and the update, such as ``ClipGradNorm(1.0)``; where ranks train alone
+        transforms: stages after the reducer, such as ``ClipGradNorm(1.0)``; where ranks train alone
             they see this rank's own gradients.
 
     Communication, when ranks average: one all-reduce for about each 8 MB, on the model's process group from
@@ -79,9 +75,11 @@ class LocalSGD(AveragingOptimizer, Joinable):
     all-gather. With ``wire`` or ``outer`` the first time also an all-reduce of two numbers per parameter.
 
     Raises:
-        ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not.
-        UnsupportedError: ``update`` or ``outer`` does not work with this model.
-        RegistrationError: the model takes no registration.
+        ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not; or,
+            in ``step()``, ranks began a round with different parameters.
+        UnsupportedError: ``outer`` or ``wire`` does not work with this model.
+        RegistrationError: the model takes no registration; or :meth:`remove` was called before ``step()``.
+        TrainingLoopError: ``step()`` comes after a backward that raised, or that did not reach every parameter.
 
     >>> local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=8, start_step=1000)
     >>> for x, y in loader:
@@ -98,7 +96,6 @@ class LocalSGD(AveragingOptimizer, Joinable):
         start_step: int | None = None,
         subgroup: dist.ProcessGroup | str | None = None,
         *,
-        update: Stage | None = None,
         reducer: Stage | None = None,
         overlap: bool | int = False,
         outer: MakeOptimizer | None = None,
@@ -115,9 +112,11 @@ class LocalSGD(AveragingOptimizer, Joinable):
             start_step = 1000 if outer is None else 0
         if not is_one_of(subgroup, None, "machine"):
             check_subgroup(subgroup, self.process_group)
-        _check_update(update, self.optim, ddp)
         between = _checked_transforms(transforms)
-        options = Options(
+        self.averager = Averager(
+            self,
+            ddp,
+            self.optim,
             period=period,
             start_step=start_step,
             overlap=int(overlap) if isinstance(overlap, bool) else overlap,
@@ -126,16 +125,14 @@ class LocalSGD(AveragingOptimizer, Joinable):
             wire=wire,
             error_feedback=error_feedback,
         )
-        self.averager = Averager(self, ddp, self.optim, options)
         """Makes the averages."""
         self._ddp = weakref.ref(ddp)
         self._gradient_sync = GradientSync(ddp)
         self._transforms = between
-        self._always_syncs = bool(subgroup is not None or update is not None or ddp.static_graph or between)
+        self._always_syncs = bool(subgroup is not None or ddp.static_graph or between)
         self._join: _LocalJoinHook | None = None
-        # An update in backward has a lifecycle of its own. Without one gradients stay until the loop clears them.
-        self._lifecycle = None if update is not None else UpdateLifecycle(_FORM, clears=lambda parameter: True)
-        """Of the update that :meth:`step` makes; ``None`` where a stage updates in backward."""
+        # Gradients stay until the loop clears them.
+        self._lifecycle = UpdateLifecycle(_FORM, clears=lambda parameter: True)
         self._stage = _LocalSGDStage(self)
         state = PostLocalSGDState(
             self.process_group,
@@ -144,7 +141,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
             post_local_gradient_allreduce=subgroup is not None,
         )
         reduce = PostLocal(state, reducer, is_local=lambda: self.averager.is_local)
-        self.registration = chain(reduce, *between, *([] if update is None else [update]), self._stage).register(ddp)
+        self.registration = chain(reduce, *between, self._stage).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
 
     @property
@@ -152,62 +149,32 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """The outer optimizer, to schedule its learning rate; ``None`` where there is none."""
         return self.averager.outer
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's parameters, then average if it is time; returns the closure's result.
-
-        Raises:
-            RegistrationError: :meth:`remove` was called.
-            TrainingLoopError: the last backward raised, or did not reach every parameter.
-            ConfigurationError: ``period`` returned an impossible length, or ranks began the round with different
-                parameters.
-            UnsupportedError: a CUDA graph is being captured.
-        """
-        refuse_capture("LocalSGD.step()", "call it outside of the capture")
+    def _step_and_average(self) -> None:
         _ = self._stage.context  # Raises once it is removed.
         refuse_before_model(self, lambda: (ddp := self._ddp()) is not None and is_joining(ddp))
-        if closure is None:
-            Join.notify_join_context(self)
-        elif self.is_joining:
-            closure = once_after(closure, lambda: Join.notify_join_context(self))
-        if self._lifecycle is None:
-            loss = self.step_wrapped(closure)
-        else:
-            with refusals_told([self._lifecycle]):
-                loss = self._update(self._lifecycle, closure)
+        Join.notify_join_context(self)
+        lifecycle = self._lifecycle
+        with refusals_told([lifecycle]):
+            if Verdict.given_to(self).found_inf is not None:
+                if self.is_joining and not self.averager.is_local:
+                    raise TrainingLoopError(SCALED_UNDER_JOIN)
+                check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
+            lifecycle.check_step()
+            try:
+                self.step_wrapped()
+            except BaseException:
+                lifecycle.on_update_failure()
+                raise
+            lifecycle.on_step()
         self._end_step(is_own=True)
-        return loss
-
-    def _update(self, lifecycle: UpdateLifecycle, closure: Callable[[], Any] | None) -> Any:
-        if Verdict.given_to(self).found_inf is not None:
-            if self.is_joining and not self.averager.is_local:
-                raise TrainingLoopError(SCALED_UNDER_JOIN)
-            check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
-
-        def checked_closure() -> Any:
-            assert closure is not None
-            loss = closure()
-            lifecycle.check_step()
-            return loss
-
-        if closure is None:
-            lifecycle.check_step()
-        try:
-            loss = self.step_wrapped(None if closure is None else checked_closure)
-        except BaseException:
-            lifecycle.on_update_failure()
-            raise
-        lifecycle.on_step()
-        return loss
 
     def _end_step(self, *, is_own: bool) -> None:
         self.averager.end_step(self._stage.context, is_own=is_own, is_joining=self.is_joining)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward, or with ``update``
-        raises a TrainingLoopError."""
-        if self._lifecycle is not None:
-            with refusals_told([self._lifecycle]):
-                self._lifecycle.on_zero_grad()
+        """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward."""
+        with refusals_told([self._lifecycle]):
+            self._lifecycle.on_zero_grad()
         super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:
@@ -231,7 +198,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
     @property
     def steps_alone(self) -> bool:
         """Whether the next step is this rank's own, and not the same on every rank."""
-        return self._lifecycle is None or self.averager.is_local
+        return self.averager.is_local
 
     @property
     def is_joining(self) -> bool:
@@ -321,7 +288,7 @@ class _LocalSGDStage(Stage):
     def __init__(self, local: LocalSGD) -> None:
         self._local = local
         self.lifecycle = local._lifecycle
-        """Of the update that ``LocalSGD.step`` makes; ``None`` where a stage updates in backward."""
+        """Of the update that ``LocalSGD.step`` makes."""
         self._context: StageContext | None = None
         self.holds_mean = False
         """Whether the mean of the pass under way is to be kept in ``held``: DDP sets no ``.grad`` in a replay."""
@@ -343,22 +310,19 @@ class _LocalSGDStage(Stage):
         return repr(self._local)
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
-        if self.lifecycle is not None:
-            self.lifecycle.form = without_adding_up(self.lifecycle.form, before)
+        self.lifecycle.form = without_adding_up(self.lifecycle.form, before)
 
     def attach(self, context: StageContext) -> None:
         self._context = context
         if (wire := self._local.averager.wire) is not None:
             wire.memory.attach(context)
-        if self.lifecycle is not None:
-            self.lifecycle.names = context.names or {}
-            self.lifecycle.sees_forwards = context.names is not None
-            self.lifecycle.tell = context.tell
+        self.lifecycle.names = context.names or {}
+        self.lifecycle.sees_forwards = context.names is not None
+        self.lifecycle.tell = context.tell
 
     def detach(self) -> None:
         local = self._local
-        if self.lifecycle is not None:
-            self.lifecycle.on_remove()
+        self.lifecycle.on_remove()
         with contextlib.suppress(OverlapError):  # Where the average failed, its error was raised.
             local.averager.apply_pending()
         if (wire := local.averager.wire) is not None:
@@ -372,13 +336,11 @@ class _LocalSGDStage(Stage):
         """Nothing to do to a bucket: parameters are averaged when all are updated."""
         if self.holds_mean:
             self.held.update(zip(bucket.parameters, [each.clone() for each in bucket.gradients], strict=True))
-        if self.lifecycle is not None:
-            self.lifecycle.gradients.note_reduced({id(parameter): parameter for parameter in bucket.parameters})
+        self.lifecycle.gradients.note_reduced({id(parameter): parameter for parameter in bucket.parameters})
 
     def before_forward(self) -> None:
         local = self._local
-        if self.lifecycle is not None:
-            self.lifecycle.on_forward()
+        self.lifecycle.on_forward()
         local.averager.begin_step()
         # A rank that trains alone needs nothing from DDP, and saves the copies into and out of its buckets; but under
         # Join, DDP is what tells joined ranks of a step.
@@ -393,12 +355,9 @@ class _LocalSGDStage(Stage):
         local.averager.begin_step()
         # PyTorch's Join leaves no .grad on a rank without inputs; ours leaves the mean.
         self.holds_mean = is_replay and not local.steps_alone and active_join(local.process_group) is None
-        if self.lifecycle is not None:
-            self.lifecycle.on_backward(is_replay=is_replay)
+        self.lifecycle.on_backward(is_replay=is_replay)
 
     def after_backward(self, *, failed: bool) -> None:
-        if self.lifecycle is None:
-            return
         if failed:
             self.lifecycle.on_failure()
         else:
@@ -438,7 +397,7 @@ class _LocalJoinHook(JoinHook):
                 parameter.grad = mean if used is None or id(parameter) in used else None
             held.clear()
         run_pre_hooks(local)
-        local.step_wrapped(None)
+        local.step_wrapped()
         local._end_step(is_own=False)
         run_post_hooks(local)
 
@@ -458,8 +417,7 @@ def _checked_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> lis
     for stage in stages:
         if stage.role is not Role.TRANSFORM:
             raise ConfigurationError(
-                f"transforms are stages that neither reduce nor update, got {stage!r}: give a reducer as reducer=, an "
-                "update as update="
+                f"transforms are stages that neither reduce nor update, got {stage!r}: give a reducer as reducer="
             )
         if isinstance(stage, SkipNonFinite):
             raise UnsupportedError(
@@ -467,25 +425,3 @@ def _checked_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> lis
                 "out, or look at .grad before local.step()"
             )
     return stages
-
-
-def _check_update(update: Stage | None, optimizer: Optimizer, ddp: DistributedDataParallel) -> None:
-    """Raises: ConfigurationError, UnsupportedError: ``update`` cannot be in the chain of a :class:`LocalSGD`."""
-    if update is None:
-        return
-    if not isinstance(update, Stage) or update.role is not Role.UPDATE:
-        raise ConfigurationError(f"update must be a stage that updates, such as Step(optimizer), got {update!r}")
-    if update.reduces:
-        raise UnsupportedError(
-            f"{update!r} divides parameters among all ranks, which must then agree at every step; use Step(optimizer)"
-        )
-    if getattr(update, "optimizer", optimizer) is not optimizer or not isinstance(optimizer, OverlappedOptimizer):
-        raise ConfigurationError(
-            "with update=Step(optimizer), LocalSGD must be given the same OverlappedOptimizer: "
-            "optimizer = OverlappedOptimizer(torch.optim.SGD(...)); LocalSGD(ddp, optimizer, update=Step(optimizer))"
-        )
-    if ddp.find_unused_parameters or ddp.static_graph:
-        raise UnsupportedError(
-            "with find_unused_parameters or static_graph an update in backward asks all ranks which parameters "
-            "were used, at every step: leave update out, so that local.step() updates"
-        )

@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import as_list, check_group, check_whole_number, described, refuse_capture, told
 from overlap._torch import classes
-from overlap._torch.c10d import priority_options
+from overlap._torch.c10d import group_timeout
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext
-from overlap.optim.local_sgd.averages import average
-from overlap.optim.local_sgd.averaging import AveragingOptimizer
+from overlap.hooks.post_local_sgd import check_is_whole_job, own_subgroup
+from overlap.optim.local_sgd.inner import AveragingOptimizer
+from overlap.optim.local_sgd.means import average
 
 __all__ = [
     "Average",
@@ -57,16 +59,11 @@ def average_parameters(params: Params, process_group: dist.ProcessGroup | None =
 
 def _tensors_of(params: Params) -> list[Tensor]:
     """The parameters in ``params``, which holds parameters or an optimizer's ``param_groups``."""
-    given: list[Any] | None = [params] if isinstance(params, Tensor) else as_list(params)
-    if not given and isinstance(params, Iterator):
+    given = as_list(params)
+    if not given or not all(isinstance(one, (Tensor, Mapping)) for one in given):
         raise ConfigurationError(
-            "averaging was given an iterator that has nothing left: it can be read only once, so call "
-            "model.parameters() each time"
-        )
-    if given is None or not all(isinstance(one, (Tensor, Mapping)) for one in given):
-        raise ConfigurationError(
-            f"averaging takes parameters or an optimizer's param_groups, got {described(params)}; give "
-            "model.parameters() or optimizer.param_groups"
+            f"averaging takes parameters, which an iterator yields only once, or an optimizer's param_groups, got "
+            f"{described(params)}; give model.parameters() or optimizer.param_groups"
         )
     return [tensor for one in given for tensor in ([one] if isinstance(one, Tensor) else one["params"])]
 
@@ -196,18 +193,14 @@ def _make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int
         raise ConfigurationError(
             f"the last size of period_group_size_dict must be that of the process group, {group.size()}, got {last}"
         )
-    ranks, rank = dist.get_process_group_ranks(group), group.rank()
-    if len(sizes) > 1 and len(ranks) != dist.get_world_size():
-        raise ConfigurationError(
-            "the groups of a hierarchy can only be made by all ranks of the job, and this process group has "
-            f"{len(ranks)} of {dist.get_world_size()}; use a PeriodicModelAverager for each level, with its own group"
-        )
+    if len(sizes) > 1:
+        check_is_whole_job(group, remedy="use a PeriodicModelAverager for each level, with its own group")
+    ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
     made = dict.fromkeys(sizes, group)
     for period, size in sizes.items():
-        for start in range(0, len(ranks), size) if size < len(ranks) else ():
-            subgroup = dist.new_group(ranks[start : start + size], pg_options=priority_options())
-            if start <= rank < start + size:
-                made[period] = subgroup
+        if size < len(ranks):
+            members = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+            made[period] = own_subgroup(members, timeout=timeout)
     return made
 
 
@@ -236,12 +229,9 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
         super().__init__(optim)
         self.averager = checked
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, then average if it is time; returns the closure's result."""
-        refuse_capture("PostLocalSGDOptimizer.step()", "call it outside of the capture")
-        loss = self.step_wrapped(closure)
+    def _step_and_average(self) -> None:
+        self.step_wrapped()
         self.averager.average_parameters(self.param_groups)
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, with the averager's ``step`` beside it."""

@@ -33,8 +33,7 @@ from overlap.optim.zero.packed_state import as_plain, cloned, tensors_in
 from overlap.optim.zero.partition import Range, copy_options, options_of
 from overlap.optim.zero.shards import Shard, flatten
 from overlap.optim.zero.state import check_divisible, is_per_element
-from overlap.ranks.board import Agreement
-from overlap.ranks.collectives import of_all_ranks, on_rank
+from overlap.ranks.board import Agreement, of_all_ranks, on_rank
 
 __all__ = ["Pieces", "ShardedState", "merged", "packed"]
 

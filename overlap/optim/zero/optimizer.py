@@ -58,8 +58,7 @@ from overlap.optim.zero.partition import (
 )
 from overlap.optim.zero.shards import BucketShards, Shard, flatten, is_narrower, shards_of_bucket
 from overlap.optim.zero.state import StateView, check_divisible
-from overlap.ranks.board import Agreement
-from overlap.ranks.collectives import all_reduce, broadcast
+from overlap.ranks.board import Agreement, all_reduce, broadcast
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from overlap._checks import as_list
 from overlap.errors import ArgumentTypeError, ConfigurationError
-from overlap.ranks.collectives import of_all_ranks
+from overlap.ranks.board import of_all_ranks
 
 __all__ = [
     "Extent",

@@ -11,7 +11,7 @@ from .clocks import Access, Frame
 __all__ = ["Fault", "HostSync", "Report"]
 
 # Everyone comes through these; what waits is who calls them.
-_DOORS = ("overlap/_torch/device.py", "overlap/ranks/collectives.py")
+_DOORS = ("overlap/_torch/device.py", "overlap/ranks/board.py")
 
 
 @dataclass(frozen=True)

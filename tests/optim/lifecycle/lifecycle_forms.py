@@ -255,25 +255,19 @@ class ZeroForm(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalForm(Form):
-    """LocalSGD. Where its ``step()`` updates, gradients are the loop's to clear, and are applied whatever they are."""
+    """LocalSGD. Its ``step()`` updates: gradients are the loop's to clear, and are applied whatever they are."""
 
     is_deferred: bool = True
     can_be_removed = False
-
-    @property
-    def refuses_local(self) -> bool:  # type: ignore[override]
-        return not self.is_deferred
+    refuses_local = False
 
     @property
     def clears(self) -> bool:  # type: ignore[override]
-        return not self.is_deferred
+        return False
 
     def optimizer(self, ddp: DistributedDataParallel) -> Any:
-        made: Any = self.make(ddp.parameters())
-        optimizer = made if self.is_deferred else OverlappedOptimizer(made)
-        update = None if self.is_deferred else Step(optimizer)
-        options: dict[str, Any] = {"period": self.period, "start_step": self.start_step, "update": update}
-        return LocalSGD(ddp, optimizer, reducer=ArmedReduce(), **options)
+        options: dict[str, Any] = {"period": self.period, "start_step": self.start_step}
+        return LocalSGD(ddp, self.make(ddp.parameters()), reducer=ArmedReduce(), **options)
 
     def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
         stage: Stage = optimizer.registration.stage
@@ -303,5 +297,4 @@ FORMS: tuple[Form, ...] = (
     ZeroForm(name="zero_released", releases=True),
     LocalForm(name="local_before_start", start_step=1000, make=adamw),
     LocalForm(name="local", start_step=3, period=2),
-    LocalForm(name="local_with_update", is_deferred=False, start_step=3, period=2),
 )

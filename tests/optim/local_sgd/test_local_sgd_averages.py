@@ -14,7 +14,7 @@ from torch import nn
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP
-from overlap import LocalSGD, OverlappedOptimizer, Step
+from overlap import LocalSGD
 
 START, STEPS, PERIOD = 3, 14, 4
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -22,33 +22,21 @@ DILOCO = functools.partial(LocalSGD, period=PERIOD, outer=OUTER)
 GLOO = "Gloo adds three and more in another order"
 
 
-def _with_update(ddp: Any, optimizer: Any, *, deferred: bool = False, overlap: int = 0) -> LocalSGD:
-    wrapped = OverlappedOptimizer(optimizer)
-    return LocalSGD(ddp, wrapped, PERIOD, START, update=Step(wrapped, deferred=deferred), overlap=overlap)
-
-
-FORMS: dict[str, Callable[[Any, Any], LocalSGD]] = {
-    "alone": lambda ddp, o: LocalSGD(ddp, o, PERIOD, START),
-    "update in backward": _with_update,
-    "deferred update": functools.partial(_with_update, deferred=True),
-}
-
-
 def _check_synchronizes(made: LocalSGD, ddp: Any, what: str, **how: Any) -> None:
     made.synchronize()
     assert_parity(values_of(ddp.module), mean_of(values_of(ddp.module)), what=f"{what}, synchronized", **how)
 
 
-def _every_period(rank: int, world_size: int, form: str) -> None:
+def _every_period(rank: int, world_size: int) -> None:
     def after_step(model: nn.Module, optimizer: Any, count: int) -> None:
         if count % PERIOD == 0:
             assign(model, mean_of(values_of(model)))
 
-    zeroes = form != "update in backward"
-    candidate, made, ddp = local(MLP, rank, steps=STEPS, build=FORMS[form], zero_grad=zeroes)
-    assert_parity(candidate, plain(MLP, rank, steps=STEPS, start_step=START, after_step=after_step), what=form)
+    candidate, made, ddp = local(MLP, rank, steps=STEPS, build=lambda ddp, o: LocalSGD(ddp, o, PERIOD, START))
+    reference = plain(MLP, rank, steps=STEPS, start_step=START, after_step=after_step)
+    assert_parity(candidate, reference, what="every period")
     assert made.averager.step == STEPS and made.averager.rounds == (STEPS - START) // PERIOD
-    _check_synchronizes(made, ddp, form)
+    _check_synchronizes(made, ddp, "every period")
 
 
 def _function(rank: int, world_size: int) -> None:
@@ -63,7 +51,7 @@ def _function(rank: int, world_size: int) -> None:
     assert_parity(candidate, expected, what="a schedule of periods")
 
 
-def _overlapped(rank: int, world_size: int, form: str, delay: int) -> None:
+def _overlapped(rank: int, world_size: int, delay: int) -> None:
     pending: dict[int, tuple[Values, Values]] = {}
 
     def after_step(model: nn.Module, optimizer: Any, count: int) -> None:
@@ -75,15 +63,11 @@ def _overlapped(rank: int, world_size: int, form: str, delay: int) -> None:
             snapshot = values_of(model)
             pending[count + delay] = (snapshot, mean_of(snapshot))
 
-    def build(ddp: Any, optimizer: Any) -> LocalSGD:
-        if form == "alone":
-            return LocalSGD(ddp, optimizer, PERIOD, START, overlap=delay)
-        return _with_update(ddp, optimizer, overlap=delay)
-
     reference = plain(MLP, rank, steps=STEPS, start_step=START, after_step=after_step)
-    candidate, made, ddp = local(MLP, rank, steps=STEPS, build=build, zero_grad=form == "alone")
-    assert_parity(candidate, reference, what=f"{form}, overlap {delay}")
-    _check_synchronizes(made, ddp, form)
+    build = functools.partial(LocalSGD, period=PERIOD, start_step=START, overlap=delay)
+    candidate, made, ddp = local(MLP, rank, steps=STEPS, build=build)
+    assert_parity(candidate, reference, what=f"overlap {delay}")
+    _check_synchronizes(made, ddp, f"overlap {delay}")
 
 
 # Outer optimizers.
@@ -148,22 +132,16 @@ def _half(rank: int, world_size: int, outer: Any, overlap: bool) -> None:
 
 
 CELLS: dict[str, Callable[[int, int], None]] = {
-    **{f"every period, {form}": functools.partial(_every_period, form=form) for form in FORMS},
+    "every period": _every_period,
     "a function gives the length of each round": _function,
-    **{
-        f"{form}, overlap {delay}": functools.partial(_overlapped, form=form, delay=delay)
-        for form in ("alone", "update in backward")
-        for delay in (1, 3)
-    },
+    "overlap 1": functools.partial(_overlapped, delay=1),
+    "overlap 3": functools.partial(_overlapped, delay=3),
     "DiLoCo": functools.partial(_diloco, fragments=1),
     "streaming DiLoCo": functools.partial(_diloco, fragments=3),
-    **{
-        f"half precision is averaged in a wider dtype, {kind}, overlap {overlap}": functools.partial(
-            _half, outer=outer, overlap=overlap
-        )
-        for kind, outer in (("average", None), ("outer", functools.partial(torch.optim.SGD, lr=1.0)))
-        for overlap in (False, True)
-    },
+    "half precision is averaged in fp32": functools.partial(_half, outer=None, overlap=False),
+    "half precision, outer, overlapped": functools.partial(
+        _half, outer=functools.partial(torch.optim.SGD, lr=1.0), overlap=True
+    ),
 }
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from local_loops import local, mean_of, plain, run, sgd, values_of
+from local_loops import local, plain, run, sgd
 from local_wires import ByHand
 from torch import nn
 
 import overlap
 from harness import assert_parity, run_ranks, wrap
-from harness.models import MLP, mean_squared_error
-from overlap import ConfigurationError, Int4, LocalSGD, OverlappedOptimizer, Step, UnsupportedError
+from harness.models import MLP
+from overlap import ConfigurationError, Int4, LocalSGD, UnsupportedError
 
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 MULOCO = functools.partial(LocalSGD, period=3, start_step=0, wire=Int4(), error_feedback=True, outer=OUTER)
@@ -67,62 +67,18 @@ def test_muon_and_adamw_inside_of_diloco() -> None:
     run_ranks(_muloco, 2)
 
 
-def _as_one(rank: int, world_size: int) -> None:
-    """Schedulers, hooks, closures, and GradScaler reach each of them."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizers = muon_and_adamw(ddp.parameters())
-    calls: list[str] = []
-    for optimizer in optimizers:
-        optimizer.register_step_post_hook(lambda optimizer, *_: calls.append(type(optimizer).__name__))
-    made = LocalSGD(ddp, optimizers, 2, 0)
-    made.register_step_post_hook(lambda *_: calls.append("all"))
-    schedules: list[Any] = [
-        torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in (made, optimizers[0])
-    ]
-
-    def closure() -> torch.Tensor:
-        made.zero_grad()
-        loss = mean_squared_error(ddp, MLP.batch(0, rank))
-        loss.backward()
-        return loss
-
-    assert made.step(closure).item() > 0
-    for schedule in schedules:
-        schedule.step()
-    assert [group["lr"] for group in made.param_groups] == [0.005, 0.005] and calls == ["Muon", "AdamW", "all"]
-    assert len(made.state) == len(list(ddp.parameters())) == sum(len(each.state) for each in optimizers)
-    scaler, before = torch.amp.GradScaler("cpu", init_scale=4.0), values_of(ddp.module)
-    made.zero_grad()
-    scaler.scale(mean_squared_error(ddp, MLP.batch(1, rank)) * float("inf")).backward()
-    scaler.step(made)
-    made.synchronize()
-    assert_parity(values_of(ddp.module), mean_of(before), what="a step that GradScaler skips")
-
-
-def test_several_optimizers_are_one_in_the_loop() -> None:
-    run_ranks(_as_one, 2)
-
-
 def _refused(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model())
     muon, adamw = muon_and_adamw(ddp.parameters())
-    wrapped = OverlappedOptimizer(adamw)
-    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        ([], {}, ConfigurationError, "the list of optimizers is empty"),
-        ([muon, sgd(ddp.parameters())], {}, ConfigurationError, r"Muon and SGD both have a parameter of shape"),
-        (
-            [muon, torch.optim.LBFGS([*adamw.param_groups[0]["params"]])],
-            {},
-            UnsupportedError,
-            "give this optimizer alone",
-        ),
-        ([muon, torch.optim.AdamW], {}, ConfigurationError, "the class AdamW"),
-        ([muon, wrapped], {"update": Step(wrapped)}, ConfigurationError, "given the same OverlappedOptimizer"),
-        ([sgd(nn.Linear(2, 2).parameters())], {}, ConfigurationError, "has no parameter of this model"),
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ([], ConfigurationError, "the list of optimizers is empty"),
+        ([muon, sgd(ddp.parameters())], ConfigurationError, r"Muon and SGD both have a parameter of shape"),
+        ([muon, torch.optim.LBFGS([*adamw.param_groups[0]["params"]])], UnsupportedError, "inside step"),
+        ([sgd(nn.Linear(2, 2).parameters())], ConfigurationError, "has no parameter of this model"),
     ]
-    for optimizers, options, error, match in cases:
+    for optimizers, error, match in cases:
         with pytest.raises(error, match=match):
-            LocalSGD(ddp, optimizers, **options)
+            LocalSGD(ddp, optimizers)
 
 
 def test_what_several_optimizers_cannot_do_is_refused() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import time
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,30 +18,24 @@ from torch import Tensor, nn
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP
 from overlap import (
-    BFloat16,
     ConfigurationError,
-    Float8,
     Int4,
     Int8,
     LocalSGD,
-    PeerError,
     TopK,
     UnsupportedError,
     Wire,
 )
+from overlap.hooks.engine.executors import limit_replaced
 from overlap.hooks.wires import Codec
 from overlap.optim.local_sgd.averager import into_fragments
 
 PERIOD, STEPS = 3, 14
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "int8": {"wire": Int8()},
-    "bfloat16 in 3 fragments": {"wire": BFloat16(), "fragments": 3},
-    "float8": {"wire": Float8(), "error_feedback": True},
     "top 5 %": {"wire": TopK(0.05, chunk=64), "error_feedback": True, "outer": OUTER},
     "int4 with feedback": {"wire": Int4(chunk=64), "error_feedback": True},
     "overlapped": {"wire": Int4(), "error_feedback": True, "overlap": 2},
-    "DiLoCo": {"wire": Int4(), "error_feedback": True, "outer": OUTER},
     "streaming DiLoCo": {"wire": Int4(), "error_feedback": True, "outer": OUTER, "fragments": 2, "overlap": 1},
 }
 
@@ -48,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _by_hand(rank: int, world_size: int) -> None:
     parameters = {name: p.detach() for name, p in MLP.model().named_parameters()}
     for name, options in OPTIONS.items():
-        for start_step in (0, 2) if (world_size, name) == (2, "DiLoCo") else (0,):
+        for start_step in (0, 2) if (world_size, name) == (2, "streaming DiLoCo") else (0,):
             before = plain(MLP, rank, steps=start_step, start_step=start_step, after_step=lambda *_: None)
             reference = ByHand(
                 before[-1] if before else parameters,
@@ -147,19 +142,22 @@ def test_a_failed_average_changes_no_memory() -> None:
     run_ranks(_failures, 2)
 
 
-def _one_fails(rank: int, world_size: int) -> None:
-    wire = _RaisesWhenArmed([1] if rank == 1 else [])
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    made = LocalSGD(ddp, sgd(ddp.parameters()), 2, 0, wire=wire, error_feedback=True)
-    began_s = time.monotonic()
-    with pytest.raises(PeerError if rank == 0 else ValueError, match="armed"):
-        run(MLP, rank, range(2), ddp, made)
-    assert time.monotonic() - began_s < 15, "before the group's timeout"
-    assert not made.state_dict()["local_sgd"]["wire"]["error"]
+def _is_let_go(rank: int, world_size: int) -> None:
+    """An average that failed on the training thread, and that nobody waits for, keeps no model."""
+    wire = _RaisesWhenArmed([1])
+    with limit_replaced(2**20):  # A small model has no worker thread.
+        ddp = wrap(MLP.model())
+        made = LocalSGD(ddp, sgd(ddp.parameters()), period=2, start_step=0, wire=wire, overlap=1)
+    run(MLP, rank, range(2), ddp, made)
+    assert not wire.armed and made.averager.pending is not None
+    model = weakref.ref(ddp)
+    del made, ddp
+    gc.collect()
+    assert model() is None
 
 
-def test_a_failure_on_one_rank_is_told_to_the_others() -> None:
-    run_ranks(_one_fails, 2)
+def test_a_failed_average_keeps_no_model() -> None:
+    run_ranks(_is_let_go, 2)
 
 
 def _not_finite(rank: int, world_size: int) -> None:
@@ -226,7 +224,7 @@ def test_parameters_of_every_real_dtype() -> None:
 def _others(rank: int, world_size: int) -> None:
     imaginary = wrap(nn.Linear(2, 2, dtype=torch.complex64))
     for option, given in {"wire": Int8(), "outer": OUTER}.items():
-        with pytest.raises(UnsupportedError, match=f"weight is complex: leave {option} out"):
+        with pytest.raises(UnsupportedError, match="weight is complex: leave them out"):
             LocalSGD(imaginary, torch.optim.SGD(imaginary.parameters(), lr=0.1), **{option: given})  # type: ignore[arg-type]
         other = wrap(MLP.model())
         made = LocalSGD(other, sgd(other.parameters()), 2, 0, **{option: given})  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""The optimizer that averages, as a proxy of the one or the several that update."""
+"""The optimizers inside of one that averages: one, or several that are stepped in turn."""
 
 from __future__ import annotations
 
-import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,21 +10,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import described
+from overlap._checks import described, refuse_capture
 from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped, without_init
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.stepper import Verdict
+from overlap.optim.stepper import Verdict, check_optimizer
 
 __all__ = ["AveragingOptimizer", "SeveralOptimizers"]
 
 
 class SeveralOptimizers(Optimizer):
-    """Steps optimizers of disjoint parameters one after the other, each with its own groups, state and step hooks.
-
-    A closure is evaluated once, before the first of them.
-    """
+    """Steps optimizers of disjoint parameters one after the other, each with its own groups, state and step hooks."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         without_init(self)
@@ -33,9 +30,6 @@ class SeveralOptimizers(Optimizer):
             raise ConfigurationError("the list of optimizers is empty; give those that step the model's parameters")
         owners: dict[Tensor, Optimizer] = {}
         for optimizer in self.optimizers:
-            closure = inspect.signature(optimizer.step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
-                raise UnsupportedError(f"{type(optimizer).__name__}.step() needs a closure: give this optimizer alone")
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
                 if owners.setdefault(parameter, optimizer) is not optimizer:
                     raise ConfigurationError(
@@ -43,15 +37,10 @@ class SeveralOptimizers(Optimizer):
                         f"shape {tuple(parameter.shape)}, which would be stepped twice: give it to one of them"
                     )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each; returns the closure's result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
+        """One step of each."""
         for optimizer in self.optimizers:
             optimizer.step()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
@@ -90,7 +79,7 @@ class SeveralOptimizers(Optimizer):
 
 
 class AveragingOptimizer(OptimizerProxy):
-    """A proxy whose ``step`` calls :meth:`step_wrapped`, and then averages even where that skipped its update."""
+    """A proxy whose ``step`` steps an optimizer, and then averages parameters if it is time."""
 
     def __init__(self, optim: Optimizer | Sequence[Optimizer]) -> None:
         if isinstance(optim, (list, tuple)):
@@ -98,13 +87,8 @@ class AveragingOptimizer(OptimizerProxy):
         else:
             super().__init__(self._checked(optim))
 
-    def _checked(self, optim: Any) -> Optimizer:
-        optim, name = unwrapped(optim), type(self).__name__
-        if not isinstance(optim, Optimizer):
-            raise ConfigurationError(
-                f"{name} takes an optimizer, got {described(optim)}; make it first, as in "
-                "torch.optim.SGD(ddp.parameters(), lr=0.1)"
-            )
+    def _checked(self, given: Any) -> Optimizer:
+        name, optim = type(self).__name__, check_optimizer(unwrapped(given))
         if not runs_step_hooks(optim):
             raise ConfigurationError(
                 f"{type(optim).__name__} runs no step hooks; give {name} the optimizer that it wraps"
@@ -123,22 +107,41 @@ class AveragingOptimizer(OptimizerProxy):
         """The optimizer that updates parameters."""
         return self.optimizer
 
-    def step_wrapped(self, closure: Callable[[], Any] | None) -> Any:
-        """One step of the wrapped optimizer, which ``GradScaler`` may unscale or skip; returns the closure's result."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's parameters, then average if it is time, even where ``GradScaler`` skips the update.
+
+        Args:
+            closure: evaluates the model and runs backward, once; its result is returned.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured.
+        """
+        refuse_capture(f"{type(self).__name__}.step()", "call it outside of the capture")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_and_average()
+        return loss
+
+    @abstractmethod
+    def _step_and_average(self) -> None:
+        """The part of :meth:`step` after the closure; calls :meth:`step_wrapped`."""
+
+    def step_wrapped(self) -> None:
+        """One step of the wrapped optimizer, which ``GradScaler`` may unscale or skip."""
         verdict = Verdict.given_to(self)
         if verdict.is_supported_by(self.optimizer):
             with verdict.passed_to(self.optimizer):
-                return self._step(closure)
-        if verdict.skips(self.optimizer):
-            return None
-        verdict.unscale_([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
-        return self._step(closure)
+                self._step()
+        elif not verdict.skips(self.optimizer):
+            verdict.unscale_([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
+            self._step()
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _step(self) -> None:
         # The step hooks of the wrapped optimizer are this one's, and run around the whole.
-        result = step_without_hooks(self.optimizer, *(() if closure is None else (closure,)))
+        step_without_hooks(self.optimizer)
         mark_stepped(self.optimizer)
-        return result
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigurationError(f"{type(self).__name__} belongs to its process group; save its state_dict() instead")

@@ -108,7 +108,7 @@ def average(
             hold(tensor)  # The average may be dropped before it is there.
         flat = part.load()
         if wire is not None and part.is_wired:
-            await wire.mean(flat, part.names, part.tensors, group, weight)
+            await wire.mean(flat, part.members, group, weight)
         else:
             weight.scale_(flat)
             await all_reduce(flat, group=group)
@@ -126,11 +126,16 @@ def average(
 class _Part(Item):
     """Tensors of one dtype that travel together, or one that is averaged where it is."""
 
-    names: Sequence[str]
-    tensors: Sequence[Tensor]
+    members: dict[str, Tensor]
+    """By name."""
     dtype: torch.dtype
-    is_wired: bool = False
-    is_in_place: bool = False
+    is_wired: bool
+    is_in_place: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of :attr:`members`."""
+        return list(self.members.values())
 
     def load(self) -> Tensor:
         """This rank's values, shape ``(numel,)``: a copy, or the tensor itself."""
@@ -144,35 +149,33 @@ class _Part(Item):
 
 def _into_parts(tensors: Mapping[str, Tensor], *, widens: bool, wired: Collection[str]) -> list[_Part]:
     """Pack ``tensors`` into parts, the same on every rank; those in ``wired`` apart from the others."""
-    real = {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
-    packs: list[list[str]] = []
-    open_packs: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
-    in_place: list[str] = []
-    for name, tensor in real.items():
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
-        is_summed_as_it_is = name not in wired and (not widens or wider(tensor.dtype) == tensor.dtype)
-        if is_summed_as_it_is and tensor.is_contiguous() and tensor.nbytes >= _IN_PLACE_BYTES:
-            in_place.append(name)
-            continue
-        key = tensor.dtype, tensor.device, name in wired
-        members = open_packs.setdefault(key, [])
-        members.append(name)
-        if sum(real[member].nbytes for member in members) >= _PACKED_BYTES:
-            packs.append(open_packs.pop(key))
     # Packed ones first: they are copied back while others are sent, and not when there is nothing left to send.
-    packed = [*packs, *open_packs.values()]
+    packed: list[dict[str, Tensor]] = []
+    in_place: list[dict[str, Tensor]] = []
+    open_packs: dict[tuple[torch.dtype, torch.device, bool], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if not real.is_floating_point() or not real.numel():
+            continue
+        is_summed_as_it_is = name not in wired and (not widens or wider(real.dtype) == real.dtype)
+        if is_summed_as_it_is and real.is_contiguous() and real.nbytes >= _IN_PLACE_BYTES:
+            in_place.append({name: real})
+            continue
+        key = real.dtype, real.device, name in wired
+        if key not in open_packs:
+            packed.append(open_packs.setdefault(key, {}))
+        open_packs[key][name] = real
+        if sum(each.nbytes for each in open_packs[key].values()) >= _PACKED_BYTES:
+            del open_packs[key]
     parts: list[_Part] = []
-    for names in [*packed, *([name] for name in in_place)]:
-        own = [real[name] for name in names]
-        dtype = wider(own[0].dtype) if widens else own[0].dtype
+    for members in [*packed, *in_place]:
+        name, tensor = next(iter(members.items()))
         parts.append(
             _Part(
                 index=len(parts),
-                names=names,
-                tensors=own,
-                dtype=dtype,
-                is_wired=names[0] in wired,
+                members=members,
+                dtype=wider(tensor.dtype) if widens else tensor.dtype,
+                is_wired=name in wired,
                 is_in_place=len(parts) >= len(packed),
             )
         )
@@ -212,18 +215,17 @@ class WiredMean:
         self.memory = StageMemory(owner, error_feedback=error_feedback, wires=[wire])
         """This rank's rounding errors and random numbers."""
 
-    async def mean(
-        self, flat: Tensor, names: Sequence[str], tensors: Sequence[Tensor], group: dist.ProcessGroup, weight: Weight
-    ) -> None:
-        """Replace ``flat``, this rank's values of ``tensors`` packed, by their mean. One rank alone rounds nothing."""
+    async def mean(self, flat: Tensor, members: Mapping[str, Tensor], group: dist.ProcessGroup, weight: Weight) -> None:
+        """Replace ``flat``, this rank's values of ``members`` packed, by their mean. One rank alone rounds nothing."""
         feedback = self.memory.feedback
         if group.size() == 1 and (feedback is None or not feedback.errors):
             return
         # Differences of half-precision numbers are taken in fp32.
+        names = list(members)
         anchor = _packed([self.anchors[name] for name in names], wider(flat.dtype))
         change = (flat - anchor).float()
         weight.scale_(change)
-        views = _views(change, tensors)
+        views = _views(change, list(members.values()))
         if feedback is not None:
             feedback.add_to(names, views)
         total = torch.empty_like(change)
