@@ -1,3 +1,4 @@
+
 """PyTorch's names: averagers, ``average_parameters`` and the optimizer of post-local SGD; and averagers in a chain."""
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from overlap._torch import classes
 from overlap._torch.c10d import group_timeout
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext
-from overlap.hooks.post_local_sgd import check_is_whole_job, own_subgroup
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.local_sgd.means import average
+from overlap.ranks.machines import check_is_whole_job, own_subgroup
 
 __all__ = [
     "Average",
