@@ -74,7 +74,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nothing is reduced between machines": Mutant(
         "hooks/hierarchical.py",
-        "await self.outer(replace(bucket, buffer=own_part, raw=None, views=parts, group=between, divisor=1))",
+        "await self.outer(replace(bucket, buffer=own_part, raw=None, views=parts, group=levels.between, divisor=1))",
         "pass",
         "hooks/test_hierarchical.py -k by_hand",
     ),
