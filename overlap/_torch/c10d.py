@@ -332,12 +332,6 @@ class GlooChannel:
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
         return [_Messages(works, self._waiter)] if works else []
 
-    def has_all_to_all(self, device: torch.device) -> bool:
-        return False
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
-        raise NotImplementedError("Gloo's takes one tensor: send messages")
-
     def add_messages(
         self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
     ) -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.c10d import Channel
+from overlap._torch.c10d import Channel, GroupChannel
 from overlap.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def all_to_all(
     peers = [(rank + distance) % ranks for distance in range(1, ranks)]
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
-        if channel.has_all_to_all(inputs[rank].device):
+        if isinstance(channel, GroupChannel) and channel.has_all_to_all(inputs[rank].device):
             return channel.all_to_all(outputs, inputs)
         sends = [(inputs[peer], peer) for peer in peers if inputs[peer].numel()]
         return channel.send_recv(sends, [(outputs[peer], peer) for peer in peers if outputs[peer].numel()], tag)

@@ -53,9 +53,6 @@ class _Collective:
         self.calls.append(("all_gather", (output, input)))
         return []
 
-    def has_all_to_all(self, device: torch.device) -> bool:
-        return False
-
     def send_recv(self, sends: Any, receives: Any, tag: int) -> list[Any]:
         self.calls.append(("send_recv", (sends, receives)))
         return []
