@@ -139,7 +139,7 @@ class QuantizedSum:
         # the next rank spreads the senders over the receivers.
         is_at_once = has_streams(device)
         others = [slice(0, ranks)] if is_at_once else [slice(rank + 1, ranks), slice(0, rank)]
-        exact = own.clone() if is_at_once else own
+        exact = own.clone() if is_at_once and keeps_errors else own
         sent, received = torch.empty(2, ranks, codec.message_bytes, dtype=torch.uint8, device=device).unbind()
         for some in others:
             for parts, theirs in self._parts(values, some):
