@@ -72,7 +72,7 @@ class IdleStreams(DeviceStreams):
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    new_stream = current_stream = default_stream = new_event = _itself
+    new_stream = current_stream = new_event = _itself
     record_stream = wait_stream = wait_event = record = synchronize = _nothing
 
     def on_stream(self, stream: Any) -> Any:

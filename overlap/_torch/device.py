@@ -28,10 +28,6 @@ class DeviceStreams:
     def current_stream(self, device: torch.device) -> Any:
         return torch.get_device_module(device).current_stream(device)
 
-    def default_stream(self, device: torch.device) -> Any:
-        find = getattr(torch.get_device_module(device), "default_stream", None)
-        return None if find is None else find(device)
-
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
         return context
@@ -116,12 +112,6 @@ def stream_of(owner: object, device: torch.device, use: str = "", *, priority: i
 def current_stream(device: torch.device) -> Any:
     """The current stream of ``device``; ``None`` where there are none."""
     return _streams.current_stream(device) if has_streams(device) and device.type != "meta" else None
-
-
-def default_stream(device: torch.device) -> Any:
-    """The stream of ``device`` on which code runs that asks for none, and on which the current one is unless it was
-    changed; ``None`` where there is none, as on XPU, where kernels are always given a queue."""
-    return _streams.default_stream(device) if has_streams(device) and device.type != "meta" else None
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:

@@ -13,16 +13,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import refuse_capture
+from overlap._checks import refuse_capture, told
 from overlap._torch.optimizer import mark_stepped, patch_step, run_step_hooks, unwrapped
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ArgumentTypeError, ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.context import refuse_before_model
@@ -311,7 +311,9 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     4
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *others: Never, **options: Never) -> None:
+        if others or options:
+            raise ArgumentTypeError(_of_an_optimizer(optimizer, others, options))
         optimizer = unwrapped(optimizer)
         if isinstance(optimizer, OverlappedOptimizer):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
@@ -479,3 +481,14 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         else:
             self.stepper.finish()
         run_step_hooks(self.optimizer, leaving_out=StepGuard)
+
+
+def _of_an_optimizer(given: object, others: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """The message where :class:`OverlappedOptimizer` was given the arguments of an optimizer's class."""
+    cls = next((one for one in (given, *others) if isinstance(one, type)), torch.optim.AdamW)
+    written = ", ".join(f"{key}={told(value)}" for key, value in options.items())
+    name = f"torch.optim.{cls.__name__}" if cls.__module__.startswith("torch.optim.") else cls.__name__
+    return (
+        "OverlappedOptimizer wraps one optimizer, which has its options already: write "
+        f"OverlappedOptimizer({name}(ddp.parameters(){', ' if written else ''}{written}))"
+    )

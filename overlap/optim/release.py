@@ -35,7 +35,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,7 @@ from overlap._torch.device import (
 )
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
+from overlap.optim.lifecycle import PassGradients
 
 __all__ = ["GradientRelease", "check_releasable"]
 
@@ -94,6 +95,8 @@ class _Memory:
         self.parameters = bucket.parameters
         self.is_done = False
         """Whether all of the bucket is updated, so that nothing needs its values until the next pass."""
+        self.is_empty = False
+        """Whether the storage has no memory."""
         self._storage = bucket.buffer.untyped_storage()
         self._nbytes = self._storage.nbytes()
         start = int(bucket.buffer.storage_offset())
@@ -142,13 +145,10 @@ class _Memory:
         """Whether DDP has built other buckets: then it has no view, though a result of the last pass may be left."""
         return storage_uses(self._storage) <= _OWN_USES
 
-    @property
-    def is_empty(self) -> bool:
-        return self._storage.nbytes() < self._nbytes
-
     def allocate(self) -> None:
         """Allocate the storage on the current stream, uninitialized."""
         resize_storage(self._storage, self._nbytes)
+        self.is_empty = False
         if has_streams(self._storage.device):
             self._allocation = current_stream(self._storage.device), recorded_event(self._storage.device)
 
@@ -165,6 +165,7 @@ class _Memory:
             self._allocation[0].wait_event(self._last_use)
         resize_storage(self._storage, 0)
         self._allocation = self._last_use = None
+        self.is_empty = True
         return True
 
 
@@ -186,21 +187,17 @@ class GradientRelease:
 
     Args:
         context: of the stage that registers it.
-        is_applied: whether the last backward's gradient of a parameter has been applied, and may go.
-        was_unused: whether no rank has used a parameter in that backward.
+        updates: of the updates that release, which gradients of the last backward have been applied, and may go.
     """
 
-    def __init__(
-        self, context: StageContext, *, is_applied: Callable[[Tensor], bool], was_unused: Callable[[Tensor], bool]
-    ) -> None:
+    def __init__(self, context: StageContext, updates: Sequence[PassGradients]) -> None:
         self.released: list[Tensor] = []
         """The parameters whose gradients of the last backward were released."""
         assert context.ddp is not None, "see check_releasable"
         self._ddp = context.ddp
         self._names = context.names or {}
         self._finds_unused = bool(context.finds_unused)
-        self._is_applied = is_applied
-        self._was_unused = was_unused
+        self._updates = updates
         # Between autograd's thread and the one that runs stages.
         self._lock = threading.Lock()
         self._memories: dict[int, _Memory] = {}  # By storage.
@@ -293,8 +290,12 @@ class GradientRelease:
             return True
         gradient = parameter.grad
         if gradient is None:
-            return self._was_unused(parameter)  # If another rank has used it, DDP is going to set the mean.
+            # If another rank has used it, DDP is going to set the mean.
+            return any(id(parameter) in update.unused for update in self._updates)
         return storage_key(gradient) != memory.key
+
+    def _is_applied(self, parameter: Tensor) -> bool:
+        return any(id(parameter) in update.applied for update in self._updates)
 
     def over(self, *, failed: bool) -> None:
         with self._lock:

@@ -167,7 +167,7 @@ class Update(UpdateStage, Generic[L]):
     def check_backward(self, *, is_replay: bool) -> None:
         """A backward begins. Raises: TrainingLoopError, UnsupportedError: it cannot be updated from."""
         assert self.context is not None, "backward runs while the stage is attached"
-        if is_replay and self.finds_unused and active_join(self.context.group) is None:
+        if self.finds_unused and self.lifecycle.is_joining() and active_join(self.context.group) is None:
             raise UnsupportedError(
                 "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
                 "others used; use `with overlap.Join([ddp, optimizer])`"
@@ -410,11 +410,7 @@ class Update(UpdateStage, Generic[L]):
             assert self.context is not None, "stages are attached before they are checked together"
             releasing = [update for update in updates if update.releases_gradients]
             gradients = [update.lifecycle.gradients for update in releasing]
-            self.release = releasing[0].release or GradientRelease(
-                self.context,
-                is_applied=lambda parameter: any(id(parameter) in each.applied for each in gradients),
-                was_unused=lambda parameter: any(id(parameter) in each.unused for each in gradients),
-            )
+            self.release = releasing[0].release or GradientRelease(self.context, gradients)
 
     def detach(self) -> None:
         if self.release is not None:

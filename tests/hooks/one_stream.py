@@ -27,9 +27,6 @@ class OneStream(DeviceStreams):
     def current_stream(self, device: torch.device) -> Any:
         return self
 
-    def default_stream(self, device: torch.device) -> Any:
-        return self
-
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.clone()
 

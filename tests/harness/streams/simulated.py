@@ -40,9 +40,6 @@ class SimulatedStreams(DeviceStreams):
     def current_stream(self, device: torch.device) -> Stream:
         return self._detector.current_stream
 
-    def default_stream(self, device: torch.device) -> Stream:
-        return self._detector.default_stream
-
     def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
         return self._detector.on_stream(stream)
 
