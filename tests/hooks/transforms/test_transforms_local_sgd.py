@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness import assert_parity, plain_step, run_ranks, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
     ClipGradNorm,
     ConfigurationError,
     LocalSGD,
-    OverlappedOptimizer,
     SkipNonFinite,
-    Step,
     TrainingLoopError,
     UnsupportedError,
 )
@@ -40,10 +38,9 @@ def _local_sgd(rank: int, world_size: int) -> None:
     local = LocalSGD(by, ADAMW(by.parameters()), period=2, start_step=2)
     # DDP rebuilds its buckets only where it synchronizes.
     reference = train(by, local, MLP.batches(rank, steps=7), step_fn=_clipped_step, min_buckets=1)
-    inner = OverlappedOptimizer(ADAMW(ddp.parameters()))
     clip = ClipGradNorm(0.05)
-    local = LocalSGD(ddp, inner, period=2, start_step=2, transforms=[clip], update=Step(inner))
-    candidate = train(ddp, local, MLP.batches(rank, steps=7), step_fn=overlapped_step)
+    local = LocalSGD(ddp, ADAMW(ddp.parameters()), period=2, start_step=2, transforms=[clip])
+    candidate = train(ddp, local, MLP.batches(rank, steps=7), step_fn=plain_step)
     parameters = [record.parameters for record in candidate]
     assert_parity(parameters, [record.parameters for record in reference], what="LocalSGD")
     assert clip.norm is not None

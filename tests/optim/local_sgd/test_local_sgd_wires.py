@@ -7,6 +7,7 @@ import gc
 import weakref
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from overlap import (
     UnsupportedError,
     Wire,
 )
-from overlap.hooks.engine.executors import limit_replaced
+from overlap.hooks.engine import executors
 from overlap.hooks.wires import Codec
 from overlap.optim.local_sgd.averager import into_fragments
 
@@ -145,7 +146,7 @@ def test_a_failed_average_changes_no_memory() -> None:
 def _is_let_go(rank: int, world_size: int) -> None:
     """An average that failed on the training thread, and that nobody waits for, keeps no model."""
     wire = _RaisesWhenArmed([1])
-    with limit_replaced(2**20):  # A small model has no worker thread.
+    with mock.patch.object(executors, "SMALL_BYTES", 2**20):  # A small model has no worker thread.
         ddp = wrap(MLP.model())
         made = LocalSGD(ddp, sgd(ddp.parameters()), period=2, start_step=0, wire=wire, overlap=1)
     run(MLP, rank, range(2), ddp, made)
