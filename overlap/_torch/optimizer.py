@@ -1,13 +1,12 @@
-"""Private state of torch.optim.Optimizer: its hooks, what has replaced its ``step``, and who asks for its state."""
+"""Private state of torch.optim.Optimizer: its hooks, and what has replaced its ``step``."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -259,26 +258,3 @@ def _replaced(optimizer: Optimizer, hooks: Mapping[int, Any], state_dict: dict[s
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     return state_dict
-
-
-# Who asks. torch.distributed.checkpoint calls state_dict() and, to let an optimizer make its state, step(), on every
-# rank, but does not say so. Only the stack does.
-
-
-def is_in_checkpointing() -> bool:
-    """Whether a function of ``torch.distributed.checkpoint`` is on this thread's stack."""
-    return _is_on_stack("torch.distributed.checkpoint.")
-
-
-def is_in_loading() -> bool:
-    """Whether ``torch.distributed.checkpoint.load`` is on this thread's stack."""
-    return _is_on_stack("torch.distributed.checkpoint.state_dict_loader")
-
-
-def _is_on_stack(prefix: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(prefix):
-            return True
-        frame = frame.f_back
-    return False

@@ -5,7 +5,6 @@ Each part of a state has one rule for another number of ranks; see docs/resuming
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -409,12 +408,7 @@ def _snapshot(value: Any, where: str) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        copied = {key: _snapshot(one, f"{where}[{key!r}]") for key, one in value.items()}
-        if not hasattr(value, "_metadata"):
-            return copied
-        of_module: Any = OrderedDict(copied)
-        of_module._metadata = value._metadata
-        return of_module
+        return {key: _snapshot(one, f"{where}[{key!r}]") for key, one in value.items()}
     if type(value) in _PLAIN:
         return value
     if isinstance(value, (list, tuple, set)):

@@ -2,6 +2,7 @@
 
 Where DDP keeps the buckets that it begins with, as with ``find_unused_parameters=True``. Otherwise it cuts them anew
 after its first pass, and what is rounded by bucket ends as in a run whose ``DistributedDataParallel`` is built anew.
+tests/compositions resumes every update.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import assert_parity, run_ranks, wrap
-from harness.models import BATCH_NORM, TRANSFORMER, Case, mean_squared_error
+from harness.models import BATCH_NORM, Case, mean_squared_error
 from overlap import (
     Cast,
     Hierarchical,
@@ -79,28 +79,11 @@ def _local(ddp: Any, reducer: Any, **options: Any) -> Any:
     return LocalSGD(ddp, SGD(ddp.parameters()), period=2, start_step=2, reducer=reducer, **options)
 
 
-def _of_two(ddp: Any, reducer: Any, *, sharded: bool) -> list[Any]:
-    matrices, others = ([p for p in ddp.parameters() if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
-    adamw = OverlappedOptimizer(ADAMW(others))
-    if sharded:
-        zero = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
-        chain(reducer, ZeroStep(zero), Step(adamw, deferred=True)).register(ddp)
-        return [zero, adamw]
-    muon = OverlappedOptimizer(torch.optim.Muon(matrices, lr=0.02))
-    chain(reducer, Step(muon), Step(adamw)).register(ddp)
-    return [muon, adamw]
-
-
 FORMS: dict[str, Build] = {
     "Step": _step,
-    "Step, deferred": functools.partial(_step, deferred=True, clip_grad_norm=1.0),
     "Step in backward": _automatic,
     "no update stage": _plain,
-    "ZeroStep": functools.partial(_zero, gather="backward"),
-    "ZeroStep, whole parameters": functools.partial(_zero, gather="backward", partition="parameter"),
     "ZeroStep, gathered in forward": functools.partial(_zero, gather="forward"),
-    "Step and Step": functools.partial(_of_two, sharded=False),
-    "ZeroStep and Step": functools.partial(_of_two, sharded=True),
     "LocalSGD, overlapped": functools.partial(_local, overlap=1, fragments=2),
     "LocalSGD, outer": functools.partial(_local, outer=OUTER),
 }
@@ -125,7 +108,7 @@ REDUCERS: dict[str, Callable[[], Any]] = {
 
 def _made(case: Case, form: str, reducer: str, *, keeps_buckets: bool = True, **model: Any) -> tuple[Any, Any]:
     ddp = wrap(case.model(**model), **{**case.ddp_options(), "find_unused_parameters": keeps_buckets})
-    return ddp, FORMS[form](ddp, {**REDUCERS, **TWO_LEVELS}[reducer]())
+    return ddp, FORMS[form](ddp, REDUCERS[reducer]())
 
 
 def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
@@ -135,12 +118,9 @@ def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> Non
         if is_automatic:
             loss.backward()
             continue
-        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        for one in optimizers:
-            one.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        for one in optimizers:
-            one.step()
+        optimizer.step()
 
 
 def overlap_stages(ddp: Any) -> tuple[Any, ...]:
@@ -184,39 +164,25 @@ def _resumed(
     assert not failures, "\n".join(failures)
 
 
-TWO_LEVELS = {
-    "route of two levels": lambda: route(
-        {
-            "*.weight": Hierarchical(outer=Quantize(Int4(), error_feedback=True), machine_size=2),
-            "*": Cast(torch.bfloat16),
-        }
-    )
-}
-
-# Two reducers in every form, and every reducer in one.
-ALL_FORMS = ("Quantize, feedback", "PowerSGD")
-IN_EVERY_FORM = [(form, reducer) for form in FORMS for reducer in ALL_FORMS]
-EVERY_REDUCER = [("ZeroStep, gathered in forward", reducer) for reducer in REDUCERS if reducer not in ALL_FORMS]
+IN_EVERY_FORM = [(form, "Quantize, feedback") for form in FORMS]
+EVERY_REDUCER = [("ZeroStep, gathered in forward", reducer) for reducer in REDUCERS]
+BEFORE_THE_FIRST_STEP = [("Step", "Quantize, feedback"), ("LocalSGD, outer", "PowerSGD")]
 
 
-@pytest.mark.parametrize("runs", [IN_EVERY_FORM, EVERY_REDUCER], ids=["in every form", "every reducer"])
-def test_every_stage_resumes_bit_for_bit_in_new_processes(runs: list[tuple[str, str]], tmp_path: Path) -> None:
-    run_ranks(_uninterrupted, 2, BATCH_NORM, runs, tmp_path, 4)
-    run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 4)
+def _saved(rank: int, world_size: int, folder: Path) -> None:
+    _uninterrupted(rank, world_size, BATCH_NORM, IN_EVERY_FORM + EVERY_REDUCER, folder, 4)
+    _uninterrupted(rank, world_size, BATCH_NORM, BEFORE_THE_FIRST_STEP, folder / "0", 0)
 
 
-def test_four_ranks_resume_bit_for_bit_too(tmp_path: Path) -> None:
-    """More than two ranks are summed in an order that depends on the buckets."""
-    runs = [("Step", "Quantize, feedback"), ("Step", "PowerSGD"), ("LocalSGD, outer", "PowerSGD")]
-    runs += [("Step", "route of two levels")]
-    run_ranks(_uninterrupted, 4, TRANSFORMER, runs, tmp_path, 3)
-    run_ranks(_resumed, 4, TRANSFORMER, runs, tmp_path, 3)
+def _goes_on(rank: int, world_size: int, folder: Path) -> None:
+    _resumed(rank, world_size, BATCH_NORM, IN_EVERY_FORM + EVERY_REDUCER, folder, 4)
+    _resumed(rank, world_size, BATCH_NORM, BEFORE_THE_FIRST_STEP, folder / "0", 0)
 
 
-def test_a_state_from_before_the_first_step_resumes_bit_for_bit(tmp_path: Path) -> None:
-    runs = [("Step", "Quantize, feedback"), ("ZeroStep", "PowerSGD"), ("LocalSGD, outer", "PowerSGD")]
-    run_ranks(_uninterrupted, 2, BATCH_NORM, runs, tmp_path, 0)
-    run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 0)
+def test_every_stage_resumes_bit_for_bit_in_new_processes(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    run_ranks(_saved, 2, tmp_path)
+    run_ranks(_goes_on, 2, tmp_path)
 
 
 def _wrapped_anew(rank: int, world_size: int, runs: list[tuple[str, str]], folder: Path) -> None:
@@ -236,6 +202,6 @@ def _wrapped_anew(rank: int, world_size: int, runs: list[tuple[str, str]], folde
 
 
 def test_a_run_whose_buckets_are_cut_anew_resumes_as_one_whose_ddp_is_built_anew(tmp_path: Path) -> None:
-    runs = [("Step", "Quantize, feedback"), ("Step", "PowerSGD"), ("ZeroStep, gathered in forward", "Hierarchical")]
+    runs = [("Step", "Quantize, feedback"), ("ZeroStep, gathered in forward", "Hierarchical")]
     run_ranks(_wrapped_anew, 2, runs, tmp_path)
     run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 4, False)

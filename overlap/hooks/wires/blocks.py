@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError
 from overlap.hooks.segments import round_up
 
-__all__ = ["Codec", "Field", "RoundingWire", "Wire", "codecs_in_runs"]
+__all__ = ["Codec", "Field", "RoundingWire", "Wire"]
 
 # Values at a time on a CPU, so that they stay in the cache between two passes over them.
 _BLOCK_NUMEL = 256 * 1024
@@ -155,19 +154,6 @@ class Codec(ABC):
         for some in zip(*(view.split(messages_at_once) for view in views), strict=True):
             for block, *fields in zip(*(view.split(chunks_at_once, dim=1) for view in some), strict=True):
                 yield block, tuple(fields)
-
-
-def codecs_in_runs(
-    codecs: Sequence[Codec | None], ranks: Iterable[int], device: torch.device
-) -> Iterator[tuple[Codec, list[int]]]:
-    """``ranks`` with a codec, in their order, in runs of equal codecs that are encoded or decoded at once."""
-    for codec, alike in groupby(ranks, key=lambda rank: codecs[rank]):
-        if codec is None:
-            continue
-        run = list(alike)
-        size = min(_at_once(codec.numel, device), len(run))
-        for start in range(0, len(run), size):
-            yield codec, run[start : start + size]
 
 
 def _at_once(numel: int, device: torch.device) -> int:

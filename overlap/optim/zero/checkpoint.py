@@ -14,12 +14,13 @@ that overlap with its own elements, and reads only these. All forms of a saved s
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.zero.packed_state import as_plain, cloned, tensors_in
 from overlap.optim.zero.partition import Range, copy_options, options_of
 from overlap.optim.zero.shards import Shard, flatten
-from overlap.optim.zero.state import check_divisible, is_per_element
+from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
 from overlap.ranks.board import Agreement, of_all_ranks, on_rank
 
 __all__ = ["Pieces", "ShardedState", "merged", "packed"]
@@ -45,6 +45,7 @@ _MASTER = "master_param"
 # In a file, at the end of a name: the value is not a tensor, and is saved in the form of one.
 _PACKED = "/packed"
 _NAME = re.compile(rf"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):(?P<end>\d+)|{_PACKED})?")
+_NO_STATE = "has no state yet: save zero.sharded_state_dict(), and zero.load_sharded(folder)"
 _CPU = torch.device("cpu")
 # Of the parameters whose state is gathered at a time.
 _BLOCK_BYTES = 16 * 2**20
@@ -97,9 +98,13 @@ class ShardedState:
         }
 
     def without_values(self) -> dict[str, Any]:
-        """The consolidated state of an optimizer that has none of any parameter."""
+        """The consolidated state of an optimizer that has none of any parameter.
+
+        ``torch.distributed.checkpoint.load`` loads what it finds in a ``state_dict()``, which is nothing; with this
+        entry, which no checkpoint has, it fails.
+        """
         manifest = self.pieces()[_MANIFEST]
-        return {"state": dict(manifest["state"]), **manifest["entries"]}
+        return {"state": dict(manifest["state"]), **manifest["entries"], _NO_STATE: None}
 
     @property
     def _leader(self) -> int:
@@ -173,7 +178,7 @@ class ShardedState:
         for index, shard in enumerate(self.shards) if "ranges" in manifest else ():
             if manifest["ranges"][index] != list(shard.range):
                 raise self._other_share(shard, f"range {manifest['ranges'][index]} then, {list(shard.range)} now")
-        self._places(pieces, manifest)
+        self._places(pieces)
 
     def load_pieces(self, pieces: Pieces) -> None:
         """Load ``pieces`` that have passed :meth:`check_pieces`, after the model's parameters."""
@@ -212,7 +217,7 @@ class ShardedState:
         self._check_sizes(manifest)
         names = sorted(name.removeprefix(prefix) for name in saved if name.startswith(prefix))
         with Agreement(self.process_group, "load the parts of a ZeroRedundancyOptimizer") as agreement:
-            places = list(self._places(names, manifest))
+            places = list(self._places(names))
             agreement.agree()
         values = read(places)
         packed = [name for name in values if name.endswith(_PACKED)]
@@ -269,10 +274,16 @@ class ShardedState:
             raise ConfigurationError(
                 f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {groups}"
             )
-        for shard, saved in zip(self.shards, manifest["shapes"], strict=True):
-            if saved != list(shard.parameter.shape):
+        for shard, shape, strides in zip(self.shards, manifest["shapes"], manifest["strides"], strict=True):
+            if shape != list(shard.parameter.shape):
                 raise ConfigurationError(
-                    f"{shard.name}: its shape in the checkpoint is {saved}, here {list(shard.parameter.shape)}"
+                    f"{shard.name}: its shape in the checkpoint is {shape}, here {list(shard.parameter.shape)}"
+                )
+            if list(strides) != list(shard.parameter.stride()):
+                raise ConfigurationError(
+                    f"{shard.name}: its strides in the checkpoint are {strides}, here "
+                    f"{shard.parameter.stride()}: bring the model into that memory format, or load a consolidated "
+                    "state_dict() instead"
                 )
 
     def _other_share(self, shard: Shard, difference: str) -> ConfigurationError:
@@ -282,15 +293,7 @@ class ShardedState:
             "states of all ranks"
         )
 
-    def _needed(self, shard: Shard, strides: Sequence[int], *, is_whole: bool) -> Range:
-        """The elements of ``shard`` to be joined from pieces in the order of memory that ``strides`` are: in another
-        order than the parameter's those of this rank may be anywhere."""
-        is_all = is_whole or shard.is_whole or tuple(strides) != shard.parameter.stride()
-        return (0, shard.parameter.numel()) if is_all else shard.range
-
-    def _places(
-        self, names: Iterable[str], manifest: Mapping[str, Any], *, is_whole: bool = False
-    ) -> dict[str, tuple[int, str, Range | None]]:
+    def _places(self, names: Iterable[str], *, is_whole: bool = False) -> dict[str, tuple[int, str, Range | None]]:
         """Of each piece among ``names`` that this rank needs (for ``is_whole`` parameters, if asked for): its
         parameter, its key, and its elements.
 
@@ -309,7 +312,7 @@ class ShardedState:
             if match["start"] is None:
                 places[name] = index, key, None
                 continue
-            start, end = self._needed(shard, manifest["strides"][index], is_whole=is_whole)
+            start, end = _needed(shard, is_whole=is_whole)
             held = int(match["start"]), int(match["end"])
             common = min(end, held[1]) - max(start, held[0])
             missing[index, key] = missing.get((index, key), end - start) - max(0, common)
@@ -324,12 +327,12 @@ class ShardedState:
         """The state of each parameter from its pieces, as this rank's chunks have it, or as a whole."""
         state: dict[int, dict[str, Any]] = {}
         flat: dict[tuple[int, str], Tensor] = {}
-        for name, (index, key, held) in self._places(pieces, manifest, is_whole=is_whole).items():
+        for name, (index, key, held) in self._places(pieces, is_whole=is_whole).items():
             values, value = state.setdefault(index, {}), pieces[name]
             if held is None:
                 values[key] = cloned(value)
                 continue
-            start, end = self._needed(self.shards[index], manifest["strides"][index], is_whole=is_whole)
+            start, end = _needed(self.shards[index], is_whole=is_whole)
             if (index, key) not in flat:
                 flat[index, key] = values[key] = torch.empty(end - start, dtype=value.dtype, device=value.device)
             first, last = max(start, held[0]), min(end, held[1])
@@ -337,9 +340,8 @@ class ShardedState:
                 flat[index, key][first - start : last - start] = value[first - held[0] : last - held[0]]
         for (index, key), joined in flat.items():
             shard = self.shards[index]
-            if joined.numel() == shard.parameter.numel():
-                whole = joined.as_strided(shard.parameter.size(), manifest["strides"][index])
-                state[index][key] = whole if is_whole else _own_part(shard, whole)
+            if is_whole or shard.is_whole:
+                state[index][key] = joined.as_strided(shard.parameter.size(), manifest["strides"][index])
         return state
 
     @torch.no_grad()
@@ -403,8 +405,37 @@ def packed(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) 
     }
 
 
+def as_plain(value: Any) -> Any:
+    """``value`` with NumPy's numbers as Python's, which ``torch.load(weights_only=True)`` accepts."""
+
+    def plain(leaf: Any) -> Any:
+        is_number_of_numpy = type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", None) == 0
+        return leaf.item() if is_number_of_numpy else leaf
+
+    return _mapped(value, plain)
+
+
+def cloned(value: Any, *, device: torch.device | None = None) -> Any:
+    """A copy of ``value`` that shares no tensor with it. Pickling a view would save all of its memory."""
+
+    def clone(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().to(device or leaf.device, copy=True)
+        return copy.deepcopy(leaf)
+
+    return _mapped(value, clone)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, function) for item in value)
+    return function(value)
+
+
 def _entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", _NO_STATE)}
 
 
 def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor, *, is_as_saved: bool) -> None:
@@ -433,19 +464,16 @@ def _named(
             yield f"{index}/{key}", value
 
 
+def _needed(shard: Shard, *, is_whole: bool) -> Range:
+    """The elements of ``shard`` to be joined from pieces."""
+    return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range
+
+
 def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
     """``value``, flat in the order of memory that ``strides`` are; a view if it lies so."""
     if value.dim() == len(strides) and value.stride() != tuple(strides):
         value = torch.empty_strided(value.size(), tuple(strides), dtype=value.dtype, device=value.device).copy_(value)
     return flatten(value)
-
-
-def _own_part(shard: Shard, value: Any) -> Any:
-    """This rank's part of a value of the whole parameter."""
-    if not is_per_element(value, shard.parameter.shape):
-        return value
-    flat = _in_order(value, shard.parameter.stride())
-    return shard.shaped(flat) if shard.is_whole else flat[slice(*shard.range)].clone()
 
 
 def _to_tensor(value: Any) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from overlap._checks import check_flag, check_group, described, is_one_of, told
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.device import has_streams
+from overlap._torch.foreach import copy_all
 from overlap._torch.optimizer import (
     after_load_state_dict,
     after_state_dict,
@@ -28,8 +28,6 @@ from overlap._torch.optimizer import (
     before_state_dict,
     has_post_hooks,
     hook_attributes,
-    is_in_checkpointing,
-    is_in_loading,
     is_scheduled,
     own_step,
     unwrapped,
@@ -46,7 +44,6 @@ from overlap.optim.phases import Event, Phase
 from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
 from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import Exchange, Gather, Workspace
-from overlap.optim.zero.packed_state import tensors_in
 from overlap.optim.zero.partition import (
     Extent,
     Partition,
@@ -56,8 +53,8 @@ from overlap.optim.zero.partition import (
     read_groups,
     with_names,
 )
-from overlap.optim.zero.shards import BucketShards, Shard, flatten, is_narrower, shards_of_bucket
-from overlap.optim.zero.state import StateView, check_divisible
+from overlap.optim.zero.shards import BucketShards, Shard, flatten, is_narrower, publish
+from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, all_reduce, broadcast
 
 if TYPE_CHECKING:
@@ -67,8 +64,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
-# Of the buckets in which parameters are gathered without a stage, as large as DDP's.
-_BUCKET_BYTES = 25 * 2**20
 _INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
 
 
@@ -174,8 +169,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.partition = partition or unit
         self._division = Partition(self.partition, self.world_size)
-        # The shard of each parameter that was ever added, by ``id`` of the parameter.
-        self._known: dict[int, Shard] = {}
         self.shards: dict[int, Shard] = {}
         """The shard of each parameter in the groups, by ``id`` of the parameter, in the groups' order."""
         self._shard(groups, first_group=0)
@@ -255,7 +248,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     @property
     def state(self) -> Any:
         """This rank's part of the state; the keys are the whole parameters. See :class:`StateView`."""
-        return StateView(self.optim, self._known, self._consolidated.clear, self._before_reset)
+        return StateView(self.optim, self.shards, self._consolidated.clear, self._before_reset)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
@@ -291,17 +284,18 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             for stage in self.updates:
                 stage.check_added(group["params"], names_of(groups, first_group=place))
             agreement.agree()
-            self._follow_groups()
+            self._check_groups()
             self._shard(groups, first_group=place)
         super().add_param_group(with_names(group))
         (chunks,) = self._chunks_of(groups)
         self.optim.add_param_group(chunks)
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
-        self._follow_groups()
+        self._layout = _layout_of(self.param_groups)
+        if self.optim.state:
+            self._consolidated.clear()
 
     def _shard(self, groups: list[dict[str, Any]], *, first_group: int) -> None:
-        """Make the shards of new groups, the first at the place ``first_group``; parameters that were in a group before
-        keep theirs, and their state.
+        """Make the shards of new groups, the first at the place ``first_group``.
 
         Communication: one gather of a few bytes per parameter.
 
@@ -322,18 +316,16 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 f"the parameters are on several devices, {sorted(devices)}; ZeRO needs all on one device"
             )
         check_same_on_all_ranks(groups, names, self.process_group, (self.partition, str(self._master_dtype)))
-        new = [(name, place, p) for name, (place, p) in zip(names, parameters, strict=True) if id(p) not in self._known]
         extents = []
-        for _, place, p in new:
+        for place, p in parameters:
             pool = p.requires_grad if self._division.is_whole else (place, p.dtype, p.requires_grad)
             extents.append(Extent(p.numel(), p.element_size(), pool))
-        for (name, _, parameter), ranges in zip(new, self._division.assign(extents), strict=True):
+        for name, (_, parameter), ranges in zip(names, parameters, self._division.assign(extents), strict=True):
             # Of one element without dimensions, state per element and per parameter look alike.
             is_whole = self._division.is_whole or parameter.dim() == 0
-            self._known[id(parameter)] = Shard(
+            self.shards[id(parameter)] = Shard(
                 parameter, ranges, self.rank, name=name, is_whole=is_whole, master_dtype=self._master_dtype
             )
-        self.shards.update((id(p), self._known[id(p)]) for _, p in parameters)
         self.version = object()
 
     def _chunks_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -346,31 +338,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 chunks[-1]["param_names"] = [shard.name for shard in owned]
         return chunks
 
-    def _follow_groups(self) -> None:
-        """Follow groups that were rebuilt by hand: parameters that moved to other groups, left or came back.
-
-        Raises:
-            ConfigurationError: a parameter is new.
-        """
-        layout = _layout_of(self.param_groups)
-        places = list(itertools.chain.from_iterable(layout))
-        if not self._known.keys() >= set(places):
-            raise ConfigurationError(
-                "a parameter was put into zero.param_groups by hand, and no rank has a part of its state: call "
-                "zero.add_param_group({'params': [param]})"
-            )
-        self._layout = layout
-        self.shards.clear()
-        self.shards.update((key, self._known[key]) for key in places)
-        self.optim.param_groups[:] = self._chunks_of(self.param_groups)
-        self.version = object()
-        if self.optim.state:
-            self._consolidated.clear()
-
-    def _follow_edits(self) -> None:
-        """Follow the groups if they were rebuilt by hand. Raises: ConfigurationError: a parameter is new."""
+    def _check_groups(self) -> None:
+        """Raises: ConfigurationError: the groups have other parameters than those that were added."""
         if self._layout != _layout_of(self.param_groups):
-            self._follow_groups()
+            raise ConfigurationError(
+                "the parameters in zero.param_groups were changed by hand, but ranks have parts of those that were "
+                "there: call zero.add_param_group({'params': [...]}), or make another ZeroRedundancyOptimizer"
+            )
 
     # A step of this rank's part.
 
@@ -379,9 +353,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Begin a step: follow parameters that were moved or changed since the last one.
 
         Raises:
-            ConfigurationError: a new parameter was put into the groups by hand.
+            ConfigurationError: parameters were put into the groups, or taken out, by hand.
         """
-        self._follow_edits()
+        self._check_groups()
         copy_options(self.param_groups, self.optim.param_groups)
         self._stepper.begin()
         for shard in self.shards.values():
@@ -407,20 +381,26 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         else:
             with verdict.passed_to(self.optim):
                 self._step_part(pairs, arguments)
-        if not (self.updates and self.updates[0].gathers_differences):
-            for shard, _ in pairs:
-                if shard.has_master:
-                    shard.publish()
+        masters: list[Shard] = []
+        for shard, _ in pairs:
+            if shard.has_master:
+                masters.append(shard)
+        if masters and not (self.updates and self.updates[0].gathers_differences):
+            publish(masters)
 
     def _step_part(self, pairs: Sequence[tuple[Shard, Tensor]], arguments: Mapping[str, Any]) -> None:
         self._consolidated.clear()
         chunks: list[Tensor] = []
         gradients: list[Tensor] = []
+        widens = False
         for shard, gradient in pairs:
             if (own := shard.own) is not None:
-                shaped = shard.shaped(gradient) if shard.is_whole else gradient
                 chunks.append(own)
-                gradients.append(shaped if shaped.dtype == own.dtype else shaped.to(own.dtype))
+                gradients.append(shard.shaped(gradient) if shard.is_whole else gradient)
+                widens = widens or gradient.dtype != own.dtype
+        if widens:
+            narrow, gradients = gradients, list(map(torch.empty_like, chunks))
+            copy_all(gradients, narrow)
         self._stepper.step(chunks, gradients, **arguments)
         state, sizes = self.optim.state, self._checked_state
         for shard, _ in pairs if self.partition == "element" else ():
@@ -434,16 +414,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         # Not all options: the loop may have changed others since the step began, for the next one.
         for place, values in self._stepper.finish(**arguments).items():
             self.param_groups[place].update(values)
-
-    @torch.no_grad()
-    def _make_state(self) -> None:
-        """Let the optimizer make the state of this rank's part by a step on zeros, which changes no parameter."""
-        self.begin()
-        pairs = [(s, s.own) for s in self.shards.values() if s.own is not None and s.parameter.requires_grad]
-        values = [own.clone() for _, own in pairs]
-        self._step_part([(shard, flatten(torch.zeros_like(own))) for shard, own in pairs], {})
-        for (_, own), value in zip(pairs, values, strict=True):
-            own.copy_(value)
 
     # A step of the loop.
 
@@ -461,9 +431,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
             TrainingLoopError, UnsupportedError: as :meth:`LoopOptimizer.step`.
         """
-        if is_in_checkpointing():
-            self._make_state()
-            return None
         loss = super().step(closure, **arguments)
         if has_post_hooks(self):
             self.wait()  # They may read parameters.
@@ -544,47 +511,15 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         stepped = set(map(id, parameters))
         shards = [s for s in self.shards.values() if s.parameter.requires_grad or id(s.parameter) in stepped]
         if (bucketed := tuple(map(id, shards))) != self._bucketed:
-            found = [shards_of_bucket(parameters, self.shards) for parameters in _in_buckets(shards)]
-            self._bucketed, self._buckets = bucketed, [bucket for bucket in found if bucket is not None]
+            by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+            for shard in shards:
+                by_dtype[shard.parameter.dtype].append(shard.parameter)
+            found = [self.exchange.shards_of(parameters, self.shards) for parameters in by_dtype.values()]
+            self._buckets = [part for bucket in found if bucket is not None for part, _ in bucket.in_turn]
+            self._bucketed = bucketed
         gathers = [Gather(index=place, shards=bucket) for place, bucket in enumerate(self._buckets)]
         executor = executor_for(self.process_group, self.join_device)
         run_now(gathers, lambda gather: self.exchange.gather(gather.shards, self.process_group), executor)
-
-    # Methods of the optimizer's class.
-
-    def __getattr__(self, name: str) -> Any:
-        """A method of the optimizer's class, called with this rank's part of the parameters and the state; ``train()``
-        and ``eval()``, with which some switch between two sets of parameters, are followed by a gather.
-
-        Raises:
-            TrainingLoopError: when called, another method has changed parameters, of which ranks have parts.
-        """
-        optim = self.__dict__.get("optim")
-        if optim is None or not callable(getattr(type(optim), name, None)):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        return partial(self._call, name)
-
-    @torch.no_grad()
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.wait()
-        self._follow_edits()
-        copy_options(self.param_groups, self.optim.param_groups)
-        own = [shard.own for shard in self.shards.values() if shard.own is not None]
-        versions = [one._version for one in own]
-        result = getattr(self.optim, name)(*args, **kwargs)
-        copy_options(self.optim.param_groups, self.param_groups)
-        if name in ("train", "eval"):
-            self._consolidated.clear()
-            for shard in self.shards.values():
-                if shard.has_master:
-                    shard.publish()
-            self._gather([])
-        elif versions != [one._version for one in own]:
-            raise TrainingLoopError(
-                f"{type(self.optim).__name__}.{name}() has changed parameters, of which this rank has a part: with a "
-                f"sharded optimizer only train() and eval() may; use {_INSTEAD}"
-            )
-        return result
 
     def _finish_backward(self, pending: list[Tensor]) -> None:
         self.finish()
@@ -724,17 +659,14 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
 
-        Before the first update, and in the functions of ``torch.distributed.checkpoint``, every rank has it.
+        Before the first update every rank has it, with an entry that makes ``torch.distributed.checkpoint.load`` fail
+        rather than load no state.
 
         Raises:
             TrainingLoopError: :meth:`consolidate_state_dict` was not called since the last update.
         """
         before_state_dict(self)
-        self._follow_edits()
-        if is_in_loading() and not self.optim.state:
-            self._make_state()
-        if is_in_checkpointing():
-            self.consolidate_state_dict(to=None)
+        self._check_groups()
         if not self._consolidated:
             raise TrainingLoopError(
                 "the state is divided among the ranks, and was not consolidated since it last changed: call "
@@ -793,8 +725,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         self._consolidated.clear()
 
     def sharded_state(self) -> ShardedState:
-        """This rank's part of the state. Raises: ConfigurationError: the groups have a new parameter."""
-        self._follow_edits()
+        """This rank's part of the state. Raises: ConfigurationError: the groups have other parameters."""
+        self._check_groups()
         return ShardedState(self.optim, self.param_groups, list(self.shards.values()), self.process_group)
 
     def _settled_state(self) -> ShardedState:
@@ -891,16 +823,6 @@ def _lent_gradients(zero: ZeroRedundancyOptimizer) -> tuple[list[Tensor], list[T
         broadcast(flat, src=src, group=group)
         parts.append(flat[slice(*shard.range)])
     return [shard.parameter for shard in lent], parts
-
-
-def _in_buckets(shards: Sequence[Shard]) -> list[list[Tensor]]:
-    """Parameters of one dtype, in their order, about 25 MB in each bucket."""
-    buckets: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
-    sizes_bytes: defaultdict[torch.dtype, int] = defaultdict(int)
-    for parameter in (shard.parameter for shard in shards):
-        buckets[parameter.dtype, sizes_bytes[parameter.dtype] // _BUCKET_BYTES].append(parameter)
-        sizes_bytes[parameter.dtype] += parameter.nbytes
-    return list(buckets.values())
 
 
 def check_convertible(optimizer: object) -> Optimizer:

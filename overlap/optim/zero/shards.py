@@ -19,7 +19,8 @@ on the sizes of the parameters alone, so they are the same on every rank.
 
 A collective needs a packed copy of the bucket. DDP's first pass has one bucket of the whole model, and that copy would
 be the largest of the run. So a single large bucket is reduced in parts, one after another; where other buckets follow,
-the link would rest between parts. On Gloo see [Note: rows of a sum] in :mod:`overlap._torch.c10d`.
+the link would rest between parts. On Gloo see [Note: rows of a sum] in :mod:`overlap._torch.c10d`. Gathers without a
+stage, which know no buckets, have the same parts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 
 from overlap._torch.device import has_streams
+from overlap._torch.foreach import copy_all
 from overlap.errors import TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket
 from overlap.hooks.segments import round_up, segment_multiple
@@ -41,16 +43,19 @@ from overlap.optim.zero.partition import Range
 __all__ = [
     "BucketShards",
     "Shard",
-    "beginning",
-    "beginnings",
     "flatten",
     "in_elements",
     "is_narrower",
     "parts_by_need",
+    "publish",
     "reduced",
     "shards_of_bucket",
 ]
 
+# A message costs tens of microseconds, in which about 256 KB can be copied.
+_LARGE_NUMEL = 64 * 1024
+# Of what all other ranks send; two rows are in memory at a time. See [Note: rows of a sum] in overlap._torch.c10d.
+_ROW_BYTES = 2**19
 _LEAST_BYTES = 2**20
 # Networks of accelerators are a hundred times as fast, and a launch of theirs takes as long as a message of a CPU.
 _LEAST_BYTES_ON_STREAMS = 2**24
@@ -63,7 +68,7 @@ class Shard:
     """One parameter, flat in the order of its memory, and the part of it that this rank's optimizer steps.
 
     ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a wider
-    ``master_dtype``, or after :meth:`keep_true`, it is a copy, which :meth:`publish` rounds into the parameter. It is
+    ``master_dtype``, or after :meth:`keep_true`, it is a copy, which :func:`publish` rounds into the parameter. It is
     ``None`` if the optimizer sees whole tensors and another rank owns this one.
     """
 
@@ -193,11 +198,6 @@ class Shard:
         self.strides = self.parameter.stride()
         self.pointer = self.parameter.data_ptr()
 
-    def publish(self) -> None:
-        """Round the master, if there is one, into the parameter."""
-        if self.has_master and self.own is not None:
-            self.shaped(self.views[self.rank]).copy_(self.own)
-
     def note_written(self) -> None:
         """The parameter's memory was written, and that is no change by other code."""
         if self.published is not None:
@@ -208,89 +208,115 @@ class BucketShards:
     """Cuts the buffers of a bucket into the pieces that each rank owns.
 
     *Flat* is a buffer of parameter after parameter, as DDP's bucket. *Packed* is one of rank after rank, of sharded
-    parameters alone: a rank's pieces are one segment that a collective can send, of one length if parameters are cut.
+    parameters alone: a rank's pieces are one segment, of one length if a collective can send it.
 
     Args:
         shards: of each parameter of the bucket; ``None`` of one that is not sharded.
         numels: of each parameter.
         rank: this one.
-        segment_multiple: of the length of a segment; see [Note: segments] in :mod:`overlap.hooks.segments`.
+        packs_all: whether all pieces are in the packed buffer; if not, large ones travel by themselves.
     """
 
-    def __init__(self, shards: Sequence[Shard | None], numels: Sequence[int], rank: int, segment_multiple: int) -> None:
-        self._by_place, self._numels, self._multiple = shards, numels, segment_multiple
-        self._starts = [0, *itertools.accumulate(numels)]
+    def __init__(
+        self, shards: Sequence[Shard | None], numels: Sequence[int], rank: int, *, packs_all: bool = True
+    ) -> None:
+        self._by_place, self._numels, self._packs_all = shards, numels, packs_all
         self.rank = rank
         self._shards = [shard for shard in shards if shard is not None]
-        self.is_even = not any(shard.is_whole and shard.parameter.dim() for shard in self._shards)
-        """Whether ranks send as much as each other in a gather, and so a collective can."""
+        self.like = self._shards[0].parameter
+        """One of the parameters."""
         self.ranks = range(len(self._shards[0].ranges))
-        self.of_rank: list[slice] = []
-        """Where the pieces of each rank are among all, in packed order."""
-        self.parameter_pieces: list[Tensor] = []
-        """The parameters' own memory, in packed order."""
-        self.owned_numels: list[int] = []
-        """How many elements each rank owns."""
-        # Where the pieces are in a flat buffer.
-        self._flat_slices: list[slice] = []
-        for owner in self.ranks:
-            first = len(self.parameter_pieces)
-            for place, shard in enumerate(shards):
-                if shard is not None and shard.ranges[owner][0] < shard.ranges[owner][1]:
-                    self.parameter_pieces.append(shard.views[owner])
-                    self._flat_slices.append(self._slice(place, owner))
-            self.of_rank.append(slice(first, len(self.parameter_pieces)))
-            self.owned_numels.append(sum(piece.numel() for piece in self.parameter_pieces[first:]))
-        self.gathered_numels = [max(self.owned_numels)] * len(self.ranks) if self.is_even else self.owned_numels
-        """How many elements each rank sends in a gather."""
-        segments = [round_up(numel, segment_multiple if self.is_even else 1) for numel in self.gathered_numels]
-        self.packed_numel = sum(segments)
-        start = sum(segments[:rank])
-        self.segment = slice(start, start + segments[rank])
-        """Where the segment of this rank is in a packed buffer."""
-        self._packed_slices: list[slice] = []
-        for own, start in zip(self.of_rank, itertools.accumulate(segments, initial=0), strict=False):
-            for piece in self.parameter_pieces[own]:
-                self._packed_slices.append(slice(start, start := start + piece.numel()))
-        self.owned = [shard for shard in self._shards if shard.own is not None]
-        """The shards that this rank's optimizer has a part of, which may be empty."""
+        self.peers = [other for other in self.ranks if other != rank]
         self.are_sharded = [shard is not None for shard in shards]
         """For each parameter of the bucket, whether it is sharded."""
-        # Where in a flat buffer this rank's parts, and parameters that are not sharded, are.
-        places = range(len(shards))
-        self._own_slices = [self._slice(place, rank) for place in places if (s := shards[place]) and s.own is not None]
-        self._rest_slices = [slice(*self._starts[place : place + 2]) for place in places if shards[place] is None]
-
-    def _slice(self, place: int, owner: int) -> slice:
-        """Where the part of a parameter that a rank owns is in a flat buffer; empty if it is not sharded."""
-        start, shard = self._starts[place], self._by_place[place]
-        return slice(start, start) if shard is None else slice(*(start + each for each in shard.ranges[owner]))
+        self.owned = [shard for shard in self._shards if shard.own is not None]
+        """The shards that this rank's optimizer has a part of, which may be empty."""
+        self.is_even = packs_all and not any(shard.is_whole and shard.parameter.dim() for shard in self._shards)
+        """Whether the segments are of one length, so that a collective can send them."""
+        # Where this rank's part of each parameter is in a flat buffer, and parameters that are not sharded.
+        self._own_slices: list[slice | None] = []
+        self._rest_slices: list[slice] = []
+        # The pieces of a flat buffer in its order, and those of each rank that are packed, by their place among these.
+        self._piece_numels: list[int] = []
+        small: list[list[int]] = [[] for _ in self.ranks]
+        large: list[list[slice]] = [[] for _ in self.ranks]
+        memory: dict[int, Tensor] = {}
+        self.large_parameters: list[list[Tensor]] = [[] for _ in self.ranks]
+        """The parameters' own memory, of the pieces of each rank that are not packed."""
+        for shard, start, numel in zip(shards, itertools.accumulate(numels, initial=0), numels, strict=False):
+            if shard is None:
+                self._own_slices.append(None)
+                self._rest_slices.append(slice(start, start + numel))
+                self._piece_numels.append(numel)
+                continue
+            self._own_slices.append(slice(start + shard.range[0], start + shard.range[1]))
+            for owner in sorted(self.ranks, key=shard.ranges.__getitem__):
+                first, last = shard.ranges[owner]
+                if last - first >= _LARGE_NUMEL and not packs_all:
+                    large[owner].append(slice(start + first, start + last))
+                    self.large_parameters[owner].append(shard.views[owner])
+                elif first < last:
+                    small[owner].append(len(self._piece_numels))
+                    memory[len(self._piece_numels)] = shard.views[owner]
+                if first < last:
+                    self._piece_numels.append(last - first)
+        pairs = zip(self._own_slices, shards, strict=True)
+        self._owned_slices = [own for own, shard in pairs if own and shard and shard.own is not None]
+        self.numel = sum(shard.parameter.numel() for shard in self._shards)
+        """How many elements the sharded parameters have."""
+        self._packed = [place for places in small for place in places]
+        self.parameter_pieces = [memory[place] for place in self._packed]
+        """The parameters' own memory, in packed order."""
+        packed_numels = [sum(self._piece_numels[place] for place in places) for places in small]
+        multiple = segment_multiple(self.like.device) if self.is_even else 1
+        self.segment_numels = [round_up(max(packed_numels) if self.is_even else n, multiple) for n in packed_numels]
+        """The length of each rank's segment in a packed buffer."""
+        self.packed_numel = sum(self.segment_numels)
+        starts = itertools.accumulate(self.segment_numels, initial=0)
+        self.segments = [slice(*ends) for ends in itertools.pairwise(starts)]
+        """Where each rank's segment is."""
+        # Without what is empty at its end.
+        self._filled = [slice(s.start, s.start + n) for s, n in zip(self.segments, packed_numels, strict=True)]
+        firsts = [0, *itertools.accumulate(map(len, small))]
+        self.own_packed = slice(firsts[rank], firsts[rank + 1])
+        """Where this rank's pieces are among those that are packed."""
+        # A packed buffer with what is empty at the ends of segments, and where the pieces are among these parts.
+        self._part_numels: list[int] = []
+        self._parts: list[int] = []
+        for places, numel, segment_numel in zip(small, packed_numels, self.segment_numels, strict=True):
+            self._parts += range(len(self._part_numels), len(self._part_numels) + len(places))
+            self._part_numels += [*(self._piece_numels[place] for place in places), segment_numel - numel]
+        row_numel = max(1, self.packed_numel)
+        if not has_streams(self.like.device):
+            row_numel = max(_LARGE_NUMEL, _ROW_BYTES // max(1, len(self.peers)) // self.like.element_size())
+        self._large_rows = [[row for one in own for row in _rows(one, row_numel)] for own in large]
+        self._packed_rows = [_rows(filled, row_numel) for filled in self._filled]
 
     def __iter__(self) -> Iterator[Shard]:
         """The shards in the bucket's order, without the parameters that are not sharded."""
         return iter(self._shards)
 
-    @property
-    def owning(self) -> list[Shard]:
-        """The shards of the pieces that this rank owns, in packed order."""
-        return [shard for shard in self._shards if shard.range[0] < shard.range[1]]
-
-    def own_of(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of ``pieces``, in packed order, that this rank owns."""
-        return pieces[self.of_rank[self.rank]]
-
-    def others_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Those of ``pieces`` that other ranks own."""
-        own = self.of_rank[self.rank]
-        return [*pieces[: own.start], *pieces[own.stop :]]
+    def packed_of(self, flat: Tensor) -> list[Tensor]:
+        """The pieces of a flat buffer that are packed, in packed order."""
+        return list(map(flat.split_with_sizes(self._piece_numels).__getitem__, self._packed))
 
     def cut_packed(self, packed: Tensor) -> list[Tensor]:
         """The pieces of a packed buffer."""
-        return list(map(packed.__getitem__, self._packed_slices))
+        return list(map(packed.split_with_sizes(self._part_numels).__getitem__, self._parts))
 
-    def cut_flat(self, flat: Tensor) -> list[Tensor]:
-        """The pieces of a flat buffer, in packed order."""
-        return list(map(flat.__getitem__, self._flat_slices))
+    def new_parameters(self, owner: int, packed: Tensor) -> list[Tensor]:
+        """What ``owner`` sends in a gather, from and to the parameters' own memory where it is not packed."""
+        small = packed[self._filled[owner]]
+        return [*self.large_parameters[owner], *([small] if small.numel() else [])]
+
+    def messages(self, owner: int, flat: Tensor, packed: Tensor) -> list[Tensor]:
+        """What is sent to ``owner`` in a sum. See [Note: rows of a sum] in :mod:`overlap._torch.c10d`."""
+        large = map(flat.__getitem__, self._large_rows[owner])
+        return [*large, *map(packed.__getitem__, self._packed_rows[owner])]
+
+    def others_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Those of ``pieces``, in packed order, that other ranks own."""
+        return [*pieces[: self.own_packed.start], *pieces[self.own_packed.stop :]]
 
     def rest(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat buffer that belong to parameters which are not sharded."""
@@ -298,29 +324,24 @@ class BucketShards:
 
     def gradients(self, flat: Tensor) -> list[Tensor]:
         """This rank's part of each of :attr:`owned` in a flat buffer of gradients, empty parts included."""
-        return list(map(flat.__getitem__, self._own_slices))
+        return list(map(flat.__getitem__, self._owned_slices))
 
     def means(self, flat: Tensor) -> tuple[Tensor | None, ...]:
         """This rank's part of each parameter in ``flat``, where it has the mean; ``None`` of one that is not
         sharded."""
-        # DDP's buffer holds a complex gradient as pairs of real numbers.
-        width = 2 if self._shards[0].parameter.is_complex() and not flat.is_complex() else 1
-        slices = [self._slice(place, self.rank) for place in range(len(self._numels))]
-        return tuple(
-            flat[width * own.start : width * own.stop] if is_sharded else None
-            for own, is_sharded in zip(slices, self.are_sharded, strict=True)
-        )
+        return tuple([None if own is None else flat[own] for own in self._own_slices])
 
     @cached_property
     def parts(self) -> list[BucketShards]:
         """The bucket in parts, the last parameters first. See [Note: parts of a gather]."""
-        on_streams = has_streams(self._shards[0].parameter.device)
-        return [part for part, _ in self._cut(_LEAST_BYTES_ON_STREAMS if on_streams else _LEAST_BYTES, self.is_even)]
+        on_streams = has_streams(self.like.device)
+        may_cut = not any(shard.is_whole and shard.parameter.dim() for shard in self._shards)
+        return [part for part, _ in self._cut(_LEAST_BYTES_ON_STREAMS if on_streams else _LEAST_BYTES, may_cut)]
 
     @cached_property
     def in_turn(self) -> list[tuple[BucketShards, slice]]:
         """The bucket in parts with their places in a flat buffer. See [Note: reduced in turn]."""
-        on_streams = has_streams(self._shards[0].parameter.device)
+        on_streams = has_streams(self.like.device)
         return self._cut(_AT_ONCE_BYTES_ON_STREAMS if on_streams else _AT_ONCE_BYTES)
 
     def _cut(self, least_bytes: int, may_cut: bool = True) -> list[tuple[BucketShards, slice]]:
@@ -328,10 +349,11 @@ class BucketShards:
         places = parts_by_need(sizes_bytes, least_bytes)
         if len(places) == 1 or not may_cut:
             return [(self, slice(None))]
+        starts = [0, *itertools.accumulate(self._numels)]
         return [
             (
-                BucketShards(self._by_place[some], self._numels[some], self.rank, self._multiple),
-                slice(self._starts[some.start], self._starts[some.stop]),
+                BucketShards(self._by_place[some], self._numels[some], self.rank, packs_all=self._packs_all),
+                slice(starts[some.start], starts[some.stop]),
             )
             for some in places
         ]
@@ -343,14 +365,20 @@ class BucketShards:
                 shard.note_written()
 
 
-def shards_of_bucket(parameters: Sequence[Tensor], *known: Mapping[int, Shard]) -> BucketShards | None:
+def _rows(of: slice, row_numel: int) -> list[slice]:
+    """``of`` in rows of at most so many elements."""
+    return [slice(start, min(of.stop, start + row_numel)) for start in range(of.start, of.stop, row_numel)]
+
+
+def shards_of_bucket(
+    parameters: Sequence[Tensor], *known: Mapping[int, Shard], packs_all: bool = True
+) -> BucketShards | None:
     """The shards of a bucket of these parameters, by ``id`` in any of ``known``; ``None`` if none is sharded."""
     found = [next((each[id(p)] for each in known if id(p) in each), None) for p in parameters]
     ranks = [shard.rank for shard in found if shard is not None]
     if not ranks:
         return None
-    numels = [parameter.numel() for parameter in parameters]
-    return BucketShards(found, numels, ranks[0], segment_multiple(parameters[0].device))
+    return BucketShards(found, [parameter.numel() for parameter in parameters], ranks[0], packs_all=packs_all)
 
 
 def in_elements(bucket: Bucket) -> Bucket:
@@ -365,7 +393,12 @@ def in_elements(bucket: Bucket) -> Bucket:
 
 def reduced(bucket: Bucket, shards: BucketShards | None) -> Bucket:
     """``bucket`` after the reduction of ``shards``, as the next stage sees it."""
-    return replace(bucket, is_mean=True, owned=None if shards is None else shards.means(bucket.buffer))
+    if shards is None:
+        return replace(bucket, is_mean=True, owned=None)
+    owned = shards.means(in_elements(bucket).buffer)
+    if not bucket.buffer.is_complex():
+        owned = tuple([torch.view_as_real(p).view(-1) if p is not None and p.is_complex() else p for p in owned])
+    return replace(bucket, is_mean=True, owned=owned)
 
 
 def is_narrower(parameter: Tensor, master_dtype: torch.dtype | None) -> bool:
@@ -374,27 +407,16 @@ def is_narrower(parameter: Tensor, master_dtype: torch.dtype | None) -> bool:
     return master_dtype is not None and dtype.is_floating_point and master_dtype.itemsize > dtype.itemsize
 
 
+def publish(shards: Sequence[Shard]) -> None:
+    """Round masters into their parameters."""
+    masters = [(shard, own) for shard in shards if (own := shard.own) is not None]
+    copy_all([shard.shaped(shard.views[shard.rank]) for shard, _ in masters], [own for _, own in masters])
+
+
 def flatten(tensor: Tensor) -> Tensor:
     """A flat view of ``tensor``, whose memory has no gaps, in the order of its memory."""
     detached = tensor.detach()
     return detached.as_strided((tensor.numel(),), (1,), int(detached.storage_offset()))
-
-
-def beginning(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The beginning of ``flat``, which may be longer, in parts of the lengths of ``pieces``."""
-    numels = [piece.numel() for piece in pieces]
-    return flat.split_with_sizes([*numels, flat.numel() - sum(numels)])[:-1]
-
-
-def beginnings(rows: Tensor, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The :func:`beginning` of each of ``rows``, which are contiguous, one after another."""
-    lengths: list[int] = []
-    for own in pieces:
-        numels = [piece.numel() for piece in own]
-        lengths += [*numels, rows.size(1) - sum(numels)]
-    ends = set(itertools.accumulate(len(own) + 1 for own in pieces))
-    parts = rows.view(-1).split_with_sizes(lengths)
-    return [part for place, part in enumerate(parts, start=1) if place not in ends]
 
 
 def parts_by_need(sizes_bytes: Sequence[int], least_bytes: int) -> list[slice]:

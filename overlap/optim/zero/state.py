@@ -33,10 +33,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.zero.packed_state import tensors_in
 from overlap.optim.zero.shards import Shard
 
-__all__ = ["PartOfState", "StateView", "check_divisible", "is_per_element"]
+__all__ = ["PartOfState", "StateView", "check_divisible", "is_per_element", "tensors_in"]
 
 _REMEDY = (
     "use ZeroRedundancyOptimizer(..., partition='parameter') and edit it `if param in zero.state`; or call "
@@ -48,6 +47,14 @@ _ELEMENTWISE = re.compile(
     "dim|dtype|element_size|get_device|is_cuda|is_sparse|is_complex|is_floating_point|layout|ndim|reduce_ex|repr|"
     "requires_grad|to)_*"
 )
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def is_per_element(value: Any, shape: Sequence[int]) -> bool:

@@ -9,7 +9,7 @@ of a non-finite gradient elsewhere marks one element of a part that it does not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from overlap.optim.update import BucketLayout, Update
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.prefetch import ParameterPrefetch
-from overlap.optim.zero.shards import BucketShards, Shard, in_elements, reduced, shards_of_bucket
+from overlap.optim.zero.shards import BucketShards, in_elements, reduced
 
 __all__ = ["ReduceScatter", "ZeroStep"]
 
@@ -117,9 +117,7 @@ class ReduceScatter(Stage):
         versions = [zero.version for zero in self.zeros]
         found = self._found.get(bucket.index)
         if found is None or found[0] is not bucket.parameters or found[1] != versions:
-            # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
-            self.exchange.workspace.trim()
-            shards = shards_of_bucket(bucket.parameters, *(zero.shards for zero in self.zeros))
+            shards = self.exchange.shards_of(bucket.parameters, *(zero.shards for zero in self.zeros))
             found = self._found[bucket.index] = bucket.parameters, versions, shards
         return found[2]
 
@@ -170,7 +168,8 @@ class ZeroStep(Update[ShardedLayout]):
         all-reduce of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all
         ranks know of a gradient that is not finite. With ``error_feedback`` one all-reduce of a number per bucket. A
         wire sends one message to each other rank, of ``wire.codec(n).message_bytes`` bytes for the ``n`` elements of
-        the bucket that its receiver owns (in a reduction) or its sender (in a gather).
+        the longest part of the bucket; by parameter, of the part of its receiver (in a reduction) or its sender (in a
+        gather).
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
@@ -247,9 +246,10 @@ class ZeroStep(Update[ShardedLayout]):
         self._follows_its_reducer = False
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
-        # Of the last backward: its buckets in their order, and whether its gradients are finite.
+        # Of the last backward: its buckets in their order, and whether its gradients are finite on all ranks.
         self._gathers: list[Gather] = []
-        self._vote = _FiniteVote()
+        self._largest = LargestElements()
+        self._found_inf: Tensor | None = None
 
     # The primitives of an update.
 
@@ -257,9 +257,7 @@ class ZeroStep(Update[ShardedLayout]):
         return id(parameter) in self.zero.shards
 
     def make_layout(self, bucket: Bucket) -> ShardedLayout:
-        # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
-        self.zero.exchange.workspace.trim()
-        shards = shards_of_bucket(bucket.parameters, self.zero.shards)
+        shards = self.exchange.shards_of(bucket.parameters, self.zero.shards)
         parameters = [] if shards is None else [shard.parameter for shard in shards]
         own = [] if shards is None else [shard.parameter for shard in shards.owned]
         return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards, own)
@@ -300,8 +298,13 @@ class ZeroStep(Update[ShardedLayout]):
         parameters, gradients = self.gradients(bucket, layout, used)
         if bucket.is_replay:  # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
             self.held.update(zip(parameters, [gradient.clone() for gradient in gradients], strict=True))
-        if not self.has_whole_mean:
-            await self._vote.cast(gradients, bucket)
+        if self.has_whole_mean:
+            return
+        self._largest.look(gradients)  # See [Note: one verdict].
+        await whole_pass()
+        if bucket.is_last:
+            self._found_inf = self._largest.found_inf(bucket.buffer.device)
+            await all_reduce(self._found_inf, op=dist.ReduceOp.MAX, group=bucket.group)
 
     def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         verdict = self.lifecycle.verdict
@@ -351,8 +354,8 @@ class ZeroStep(Update[ShardedLayout]):
 
     def begin(self) -> None:
         self._gathers = []
-        if self.lifecycle.outcome is Phase.REDUCED:
-            self._vote.begin()
+        self._largest.clear()
+        self._found_inf = None
         self.zero.begin()
         if self.memory is not None:
             self.memory.begin()
@@ -368,9 +371,22 @@ class ZeroStep(Update[ShardedLayout]):
     def conclude(self) -> None:
         self.lifecycle.has_parts = not self.has_whole_mean
         if self.leaves_update:
-            self._vote.mark(self.zero.shards.values())
+            self._mark_verdict()
         elif self._gathers_in_forward and not self.lifecycle.verdict.skips(self.stepped):
             self.gather()
+
+    @torch.no_grad()
+    def _mark_verdict(self) -> None:
+        """Mark ``.grad`` if a gradient is not finite on any rank; on an accelerator the host does not wait."""
+        found_inf = self._found_inf
+        if found_inf is None or not (has_streams(found_inf.device) or found_inf.item()):
+            return
+        for shard in self.zero.shards.values():
+            grad, other = shard.parameter.grad, shard.foreign_element
+            if grad is not None and other is not None and grad.stride() == shard.parameter.stride():
+                element = grad.as_strided((1,), (1,), int(grad.storage_offset()) + other)
+                element.copy_(torch.where(found_inf > 0, float("inf"), element))
+                return
 
     def end_step(self) -> None:
         self.zero.finish()
@@ -567,39 +583,3 @@ def _check_same_group(model: dist.ProcessGroup, zero: dist.ProcessGroup) -> None
             f"the model is on ranks {theirs}, but the ZeroRedundancyOptimizer on ranks {ours}: give both the same "
             "process_group"
         )
-
-
-class _FiniteVote:
-    """Whether all gradients of a backward pass are finite, on any rank. See [Note: one verdict]."""
-
-    def __init__(self) -> None:
-        self._largest = LargestElements()
-        self._verdict: Tensor | None = None
-
-    def begin(self) -> None:
-        """A new pass begins."""
-        self._largest.clear()
-        self._verdict = None
-
-    async def cast(self, gradients: Sequence[Tensor], bucket: Bucket) -> None:
-        """Note the averaged gradients of a bucket; after the last one, ask the other ranks by one all-reduce."""
-        self._largest.look(gradients)
-        await whole_pass()
-        if bucket.is_last:
-            self._verdict = self._largest.found_inf(bucket.buffer.device)
-            await all_reduce(self._verdict, op=dist.ReduceOp.MAX, group=bucket.group)
-
-    @torch.no_grad()
-    def mark(self, shards: Iterable[Shard]) -> None:
-        """Mark ``.grad`` if a gradient is not finite on any rank; on an accelerator the host does not wait."""
-        verdict = self._verdict
-        if verdict is None or (not has_streams(verdict.device) and not verdict.item()):
-            return
-        for shard in shards:
-            grad = shard.parameter.grad
-            others = shard.foreign_element
-            if grad is None or others is None or grad.stride() != shard.parameter.stride():
-                continue
-            element = grad.as_strided((1,), (1,), int(grad.storage_offset()) + others)
-            element.copy_(torch.where(verdict > 0, float("inf"), element))
-            return

@@ -1,23 +1,19 @@
-"""Several updates in one chain, each of its own parameters with its own lifecycle, and their common reduction."""
+"""Several updates in one chain: what is refused, and their common reduction; tests/compositions has their parity."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.optim.lr_scheduler import StepLR
 
 from harness import assert_parity, run_ranks, wrap
-from harness.errors import RankFailed
-from harness.models import MLP, Batch, mean_squared_error
+from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
     Cast,
-    CollectiveError,
     ConfigurationError,
     OverlappedOptimizer,
     ReduceScatter,
@@ -53,46 +49,6 @@ def zero_pair(ddp: Any) -> tuple[Any, Any]:
     )
 
 
-def mixed_pair(ddp: Any) -> tuple[Any, Any]:
-    return zero_pair(ddp)[0], OverlappedOptimizer(plain_pair(ddp)[1])
-
-
-# The pair, and the stages that update with it; tests/compositions has those in which both have one form.
-FORMS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], list[Any]]]] = {
-    "one deferred": (zero_pair, lambda m, a: [ZeroStep(m), ZeroStep(a, deferred=True)]),
-    "gather in forward": (zero_pair, lambda m, a: [ZeroStep(m, gather="forward"), ZeroStep(a, gather="forward")]),
-    "one automatic": (zero_pair, lambda m, a: [ZeroStep(m, automatic=True, deferred=True), ZeroStep(a)]),
-    "beside whole, deferred": (mixed_pair, lambda m, a: [ZeroStep(m, deferred=True), Step(a, deferred=True)]),
-    "beside whole, after a reducer": (mixed_pair, lambda m, a: [AllReduce(), ZeroStep(m), Step(a)]),
-}
-
-
-def _parity(rank: int, world_size: int) -> None:
-    for name, (pair, stages) in FORMS.items():
-        plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
-        reference, ours = plain_pair(plain), pair(ddp)
-        registration = chain(*stages(*ours)).register(ddp)
-        schedulers = [StepLR(one, 2, gamma=0.5) for one in (reference[0], ours[0])]
-        is_automatic = name == "one automatic"
-        for step in range(5):
-            for model, pair_of in ((plain, reference), (ddp, ours)):
-                for optimizer in pair_of:
-                    optimizer.zero_grad()
-                mean_squared_error(model, MLP.batch(step, rank)).backward()
-                for optimizer in pair_of[is_automatic and model is ddp :]:
-                    optimizer.step()
-            for scheduler in schedulers:
-                scheduler.step()
-        registration.remove()
-        assert_parity(list(ddp.parameters()), list(plain.parameters()), what=name)
-        ours[0].consolidate_state_dict(to=None)
-        assert_parity(ours[0].state_dict()["state"], reference[0].state_dict()["state"], what=f"state, {name}")
-
-
-def test_two_optimizers_equal_the_same_two_on_plain_ddp() -> None:
-    run_ranks(_parity, 2)
-
-
 def _registered(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     weights, biases = divided(ddp)
@@ -122,21 +78,6 @@ def _registered(rank: int, world_size: int) -> None:
 
 def test_a_parameter_of_two_updates_is_an_error_that_names_it() -> None:
     run_ranks(_registered, 2)
-
-
-def _divided_otherwise(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    weights, biases = divided(ddp)
-    first, second = (weights, biases) if rank == 0 else ([*weights, biases[0]], biases[1:])
-    some, others = (OverlappedOptimizer(torch.optim.SGD(p, lr=0.1)) for p in (first, second))
-    chain(AllReduce(), Step(some), Step(others)).register(ddp)
-
-
-def test_ranks_that_divide_parameters_otherwise_are_told_so() -> None:
-    with pytest.raises(RankFailed) as raised:
-        run_ranks(_divided_otherwise, 2)
-    assert CollectiveError.__name__ in str(raised.value)
-    assert "is 6 parameters (" in str(raised.value)
 
 
 def _joined_by_torch(rank: int, world_size: int) -> None:
@@ -229,33 +170,3 @@ def test_a_chain_gets_the_reduction_of_its_sharded_update_where_others_need_the_
 
 def test_a_reduction_without_its_update_is_an_error_at_registration() -> None:
     run_ranks(_refused, 2)
-
-
-def _clipped(rank: int, world_size: int) -> None:
-    plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
-    muon, adamw = zero_pair(ddp)
-    matrices, others = divided(plain)
-    chain(ZeroStep(muon, deferred=True), ZeroStep(adamw, clip_grad_norm=0.02)).register(ddp)
-
-    def backward(model: Any, batch: Batch) -> None:
-        mean_squared_error(model, batch).backward()
-
-    reference = torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)
-    for step in range(4):
-        plain.zero_grad()
-        backward(plain, MLP.batch(step, rank))
-        backward(ddp, MLP.batch(step, rank))
-        expected = torch.nn.utils.clip_grad_norm_(matrices, 0.03)
-        torch.nn.utils.clip_grad_norm_(others, 0.02)
-        total = muon.clip_grad_norm_(0.03)
-        torch.testing.assert_close(total, expected)
-        assert float(total) > 0.03
-        for optimizer in (*reference, muon, adamw):
-            optimizer.step()
-        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-            # The ranks' parts of the norm are summed in float64, and Muon works in bfloat16.
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-
-
-def test_each_sharded_update_clips_by_the_norm_of_its_own_parameters() -> None:
-    run_ranks(_clipped, 2)

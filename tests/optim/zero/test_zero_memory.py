@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch import c10d
-from overlap.optim.zero import exchange, optimizer
+from overlap.optim.zero import exchange
 from overlap.optim.zero import shards as cutting
 from overlap.optim.zero.exchange import Workspace
 
@@ -114,8 +114,8 @@ class Memory:
 
 
 def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory:
-    exchange._LARGE_NUMEL = 1000
-    optimizer._BUCKET_BYTES = 30_000
+    cutting._LARGE_NUMEL = 1000
+    cutting._AT_ONCE_BYTES = 30_000
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64) for _ in range(20)]
     model = nn.Sequential(*(layer for linear in layers for layer in (linear, nn.Tanh())))
@@ -148,33 +148,24 @@ def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory
     )
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda world_size: f"{world_size} ranks")
-def world_size(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+def _bounded(rank: int, world_size: int) -> None:
+    for form in ({}, {"deferred": True}, {"gather": "forward"}, None):
+        memory = _measured(rank, world_size, form)
+        assert memory.parameter_bytes > 9 * memory.bucket_bytes, "or there would be nothing to see"
+        share = 2 * memory.parameter_bytes / world_size
+        assert abs(memory.state_bytes - share) <= 0.01 * share and not memory.has_copies, form
+        assert 0 < memory.largest_bytes <= memory.bucket_bytes, f"{form}: no temporary is larger than a bucket"
+        assert memory.peak_bytes <= 3 * memory.bucket_bytes, f"{form}: as many at once as buckets under way"
+        assert memory.workspace_bytes <= 3 * memory.bucket_bytes, f"{form}: the first backward's are not kept"
 
 
-@pytest.fixture(scope="module", params=[{}, {"deferred": True}, {"gather": "forward"}, None], ids=str)
-def memory(request: pytest.FixtureRequest, world_size: int) -> list[Memory]:
-    results: list[Memory] = run_ranks(_measured, world_size, request.param)
-    assert all(rank.parameter_bytes > 9 * rank.bucket_bytes for rank in results), "or there would be nothing to see"
-    return results
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_keeps_its_share_of_the_state_and_no_temporary_is_larger_than_a_bucket(world_size: int) -> None:
+    run_ranks(_bounded, world_size)
 
 
-def test_a_rank_keeps_its_share_of_the_state_and_no_copy_of_parameters(memory: list[Memory]) -> None:
-    share = 2 * memory[0].parameter_bytes / len(memory)
-    assert all(abs(rank.state_bytes - share) <= 0.01 * share and not rank.has_copies for rank in memory)
-
-
-def test_no_temporary_is_larger_than_a_bucket(memory: list[Memory]) -> None:
-    assert all(0 < rank.largest_bytes <= rank.bucket_bytes for rank in memory)
-
-
-def test_as_many_temporaries_live_together_as_there_are_buckets_under_way(memory: list[Memory]) -> None:
-    assert all(rank.peak_bytes <= 3 * rank.bucket_bytes for rank in memory)
-
-
-def test_the_buffers_of_the_first_backward_are_not_kept(memory: list[Memory]) -> None:
-    assert all(rank.workspace_bytes <= 3 * rank.bucket_bytes for rank in memory)
+async def _not_gathered(*_: Any) -> None:
+    pass
 
 
 def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, list[torch.Tensor]]:
@@ -197,21 +188,21 @@ def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspace, "take", watched)
         patch.setattr(cutting, "_AT_ONCE_BYTES", at_once_bytes)
-        # So that only the reduction needs workspace.
-        patch.setattr(exchange.Exchange, "_all_gather", exchange.Exchange._gather_by_messages)
-        patch.setattr(exchange, "_LARGE_NUMEL", 1)
+        patch.setattr(exchange.Exchange, "gather", _not_gathered)  # So that only the reduction needs workspace.
         ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
         zero.step()
     return max(taken), [tensor.detach().clone() for tensor in trained]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_bucket_of_the_whole_model_is_reduced_in_parts(world_size: int) -> None:
-    whole = run_ranks(_first_pass, world_size, 2**20)
-    parts = run_ranks(_first_pass, world_size, 8 * 1024)
-    for (whole_bytes, expected), (part_bytes, found) in zip(whole, parts, strict=True):
-        assert part_bytes < whole_bytes / 2
-        assert all(map(torch.equal, found, expected))
+def _in_parts(rank: int, world_size: int) -> None:
+    whole_bytes, expected = _first_pass(rank, world_size, 2**20)
+    part_bytes, found = _first_pass(rank, world_size, 8 * 1024)
+    assert part_bytes < whole_bytes / 2
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_bucket_of_the_whole_model_is_reduced_in_parts() -> None:
+    run_ranks(_in_parts, 3)
 
 
 def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torch.Tensor]]:
@@ -225,8 +216,8 @@ def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torc
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(c10d._Boxes, "__init__", noted)
-        patch.setattr(exchange, "_ROW_BYTES", row_bytes)
-        patch.setattr(exchange, "_LARGE_NUMEL", 100)  # Weights travel by themselves, biases packed.
+        patch.setattr(cutting, "_ROW_BYTES", row_bytes)
+        patch.setattr(cutting, "_LARGE_NUMEL", 100)  # Weights travel by themselves, biases packed.
         torch.manual_seed(0)
         ddp = wrap(nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))))
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
@@ -237,11 +228,13 @@ def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torc
     return sum(one.held_bytes for one in boxes), [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_other_ranks_send_takes_two_rows_however_large_a_bucket_is(world_size: int) -> None:
+def _in_two_rows(rank: int, world_size: int) -> None:
     row_bytes = 1600
-    for (_, expected), (held_bytes, found) in zip(
-        run_ranks(_in_rows, world_size, 2**20), run_ranks(_in_rows, world_size, row_bytes), strict=True
-    ):
-        assert 0 < held_bytes <= 2 * row_bytes
-        assert all(map(torch.equal, found, expected))
+    _, expected = _in_rows(rank, world_size, 2**20)
+    held_bytes, found = _in_rows(rank, world_size, row_bytes)
+    assert 0 < held_bytes <= 2 * row_bytes
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_other_ranks_send_takes_two_rows_however_large_a_bucket_is() -> None:
+    run_ranks(_in_two_rows, 3)

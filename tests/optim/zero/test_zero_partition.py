@@ -51,10 +51,10 @@ def test_flat_and_packed_order_are_cut_into_the_same_pieces(
         for numel, ranges in zip(numels, Partition(unit, ranks).assign([Extent(n, 4) for n in numels]), strict=True)
     ]
     kept = [None if place == left_out and len(numels) > 1 else shard for place, shard in enumerate(shards)]
-    bucket = BucketShards(kept, numels, rank, 16)
+    bucket = BucketShards(kept, numels, rank)
     flat = torch.arange(sum(numels))
     packed = torch.full((bucket.packed_numel,), -1)
-    for piece, place in zip(bucket.cut_flat(flat), bucket.cut_packed(packed), strict=True):
+    for piece, place in zip(bucket.packed_of(flat), bucket.cut_packed(packed), strict=True):
         assert piece.numel() == place.numel()
         place.copy_(piece)
     # Each element of a sharded parameter once, in the segment of its owner.
@@ -67,5 +67,5 @@ def test_flat_and_packed_order_are_cut_into_the_same_pieces(
         if shard is not None
         for element in range(*shard.range)
     ]
-    assert [number for number in packed[bucket.segment].tolist() if number >= 0] == own
+    assert [number for number in packed[bucket.segments[rank]].tolist() if number >= 0] == own
     assert torch.cat([*bucket.gradients(flat), flat[:0]]).tolist() == own

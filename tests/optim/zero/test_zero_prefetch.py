@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 import time
@@ -16,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parameters_to_vector
-from torch.optim.swa_utils import AveragedModel
 
 from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
@@ -84,16 +81,6 @@ def _ema(loop: _Loop) -> Callable[[], Iterable[Tensor]]:
     return read
 
 
-def _swa(loop: _Loop) -> Callable[[], Iterable[Tensor]]:
-    average = AveragedModel(loop.module)
-
-    def read() -> Iterable[Tensor]:
-        average.update_parameters(loop.module)
-        return [mean.clone() for mean in average.parameters()]
-
-    return read
-
-
 @torch.no_grad()
 def _clamped(loop: _Loop) -> Iterable[Tensor]:
     for parameter in loop.module.parameters():
@@ -107,21 +94,6 @@ def _rolled_back(loop: _Loop) -> Iterable[Tensor]:
     return ()
 
 
-def _saved(loop: _Loop) -> Iterable[Tensor]:
-    file = io.BytesIO()
-    torch.save(loop.module, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert type(loaded[0]._parameters) is dict
-    return loaded.parameters()  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def _functional(loop: _Loop) -> Iterable[Tensor]:
-    halves = {name: value / 2 for name, value in loop.module.named_parameters()}
-    return [torch.func.functional_call(loop.module, halves, loop.inputs(0))]
-
-
 @torch.no_grad()
 def _evaluated(loop: _Loop) -> Iterable[Tensor]:
     loop.module.eval()
@@ -132,48 +104,44 @@ def _evaluated(loop: _Loop) -> Iterable[Tensor]:
 
 READERS: dict[str, Callable[[_Loop], Iterable[Tensor]]] = {
     "state_dict of the module": lambda loop: loop.module.state_dict().values(),
-    "state_dict of the DDP model": lambda loop: loop.ddp.state_dict().values(),
     "state_dict of a part": lambda loop: loop.module[6].state_dict().values(),
     "deepcopy": lambda loop: copy.deepcopy(loop.module).parameters(),
-    "deepcopy of a part": lambda loop: copy.deepcopy(loop.module[6]).parameters(),
     "pickle": lambda loop: pickle.loads(pickle.dumps(loop.module)).parameters(),
-    "torch.save of the module": _saved,
-    "parameters_to_vector": lambda loop: [parameters_to_vector(loop.module.parameters())],
     "an attribute": lambda loop: [loop.module[6].weight, loop.module[6].bias],
     "get_parameter": lambda loop: [loop.module.get_parameter("6.weight")],
     "the dict of parameters": lambda loop: {**loop.module[6]._parameters}.values(),
     "clamped weights": _clamped,
     "load_state_dict": _rolled_back,
-    "functional_call": _functional,
     "forwards without gradients": _evaluated,
     "a part's forward in training": lambda loop: [loop.module[6](loop.inputs(0))],
 }
-LASTING = {"EMA": _ema, "SWA": _swa}
 
 
 def _read(rank: int, world_size: int, deferred: bool) -> None:
     plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False, deferred=deferred)
-    lasting = {name: (make(plain), make(ours)) for name, make in LASTING.items()}
-    step = 0
-    for name in [*READERS, *LASTING]:
-        for _ in range(3 if name in LASTING else 2):
-            assert torch.equal(ours.step(step), plain.step(step)), (name, step)
-            if name in READERS:
-                got, expected = [tuple(v.detach().clone() for v in READERS[name](loop)) for loop in (ours, plain)]
-            else:
-                expected, got = (tuple(read()) for read in lasting[name])
-            for mine, theirs in zip(got, expected, strict=True):
-                assert torch.equal(mine, theirs), (name, step)
-            step += 1
+    means = _ema(plain), _ema(ours)
+    for step, (name, read) in enumerate(READERS.items()):
+        assert torch.equal(ours.step(step), plain.step(step)), (name, step)
+        got, expected = [tuple(v.detach().clone() for v in read(loop)) for loop in (ours, plain)]
+        for mine, theirs in zip(got, expected, strict=True):
+            assert torch.equal(mine, theirs), name
+    for step in range(3):
+        assert torch.equal(ours.step(step), plain.step(step)), step
+        expected, got = (tuple(read()) for read in means)
+        for mine, theirs in zip(got, expected, strict=True):
+            assert torch.equal(mine, theirs), f"EMA, {step}"
     ours.registration.remove()
     assert type(ours.module[0]._parameters) is dict
     for mine, theirs in zip(ours.ddp.parameters(), plain.ddp.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
-def test_whoever_reads_parameters_through_the_model_waits_for_them(deferred: bool) -> None:
-    run_ranks(_read, 2, deferred)
+def test_whoever_reads_parameters_through_the_model_waits_for_them() -> None:
+    def forms(rank: int, world_size: int) -> None:
+        for deferred in (False, True):
+            _read(rank, world_size, deferred)
+
+    run_ranks(forms, 2)
 
 
 def _early(rank: int, world_size: int) -> None:
@@ -313,8 +281,8 @@ def _launched(rank: int, world_size: int, options: dict[str, Any], stage: dict[s
     return launches.noted
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_gathers_the_parts_of_a_bucket_after_its_reduction(world_size: int) -> None:
+def test_every_rank_gathers_the_parts_of_a_bucket_after_its_reduction() -> None:
+    world_size = 3
     noted = run_ranks(_launched, world_size, {}, {})
     first, *others = ([(label, index) for label, index, _ in rank] for rank in noted)
     assert first == [("reduce_scatter", 0)] + [("all_gather", 0)] * LAYERS
@@ -324,11 +292,9 @@ def test_every_rank_gathers_the_parts_of_a_bucket_after_its_reduction(world_size
     assert gathered == LAYERS * LAYER_BYTES * (world_size - 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "stage"),
-    [({"partition": "parameter"}, {}), ({}, {"gather_wire": Int8()})],
-    ids=["by parameter", "through a wire"],
-)
-def test_whole_parameters_and_wires_are_gathered_by_bucket(options: dict[str, Any], stage: dict[str, Any]) -> None:
-    for noted in run_ranks(_launched, 2, options, stage):
-        assert len(noted) == 2
+def test_whole_parameters_and_wires_are_gathered_by_bucket() -> None:
+    def both(rank: int, world_size: int) -> None:
+        assert len(_launched(rank, world_size, {"partition": "parameter"}, {})) == 2
+        assert len(_launched(rank, world_size, {}, {"gather_wire": Int8()})) == 2
+
+    run_ranks(both, 2)

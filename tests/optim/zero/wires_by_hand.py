@@ -125,15 +125,19 @@ class ByHand:
             values = torch.cat(pieces)
             made[owner] = values.clone()
             if owner != rank:
-                made[owner] = through(self.reduce_wire, values, self.generators[rank])
+                made[owner] = through(self.reduce_wire, values, self.generators[rank], numel=self._numel(names, owner))
                 left = (values - made[owner]).split([piece.numel() for piece in pieces])
                 for piece, part in zip(pieces, left, strict=True):
                     piece.copy_(part)
         return made
 
+    def _numel(self, names: Sequence[str], owner: int) -> int:
+        """The length of a message of the part of ``owner``: where parameters are cut, that of the longest part."""
+        owners = range(self.world_size) if self.is_even else [owner]
+        return max(sum(p.numel() for p in self._pieces(names, self.public, one)) for one in owners)
+
     @torch.no_grad()
     def _gather(self, names: Sequence[str]) -> None:
-        owned = [sum(p.numel() for p in self._pieces(names, self.public, rank)) for rank in range(self.world_size)]
         for owner in range(self.world_size):
             pieces = self._pieces(names, self.public, owner)
             if not pieces:
@@ -144,8 +148,7 @@ class ByHand:
                     piece.copy_(part)
                 continue
             difference = torch.cat([(t.to(_wide(t)) - p).float() for t, p in zip(true, pieces, strict=True)])
-            numel = max(owned) if self.is_even else owned[owner]
-            decoded = through(self.gather_wire, difference, None, numel=numel)
+            decoded = through(self.gather_wire, difference, None, numel=self._numel(names, owner))
             for piece, part in zip(pieces, decoded.split([p.numel() for p in pieces]), strict=True):
                 piece.add_(part)
 
@@ -158,11 +161,11 @@ def wider(parameter: Tensor, dtype: torch.dtype | None) -> bool:
     return dtype is not None and dtype.itemsize > parameter.dtype.itemsize
 
 
-def through(wire: Wire | None, values: Tensor, generator: Any, *, numel: int | None = None) -> Tensor:
+def through(wire: Wire | None, values: Tensor, generator: Any, *, numel: int) -> Tensor:
     """What comes out of the wire."""
     if wire is None:
         return values
-    codec = wire.codec(numel or values.numel())
+    codec = wire.codec(numel)
     padded = torch.zeros(codec.numel)
     padded[: values.numel()] = values
     message = torch.empty(codec.message_bytes, dtype=torch.uint8)

@@ -12,21 +12,14 @@ import torch
 from harness import Record, assert_parity, overlapped_step, plain_step, train, wrap
 from harness.models import Case
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import exchange, shards
+from overlap.optim.zero import shards
 
 # The weights of these models then travel by themselves, their biases packed, and the parts of a gather are smaller than
 # a bucket.
-exchange._LARGE_NUMEL = 50
+shards._LARGE_NUMEL = 50
 shards._LEAST_BYTES = 64
 
 STEPS = 6
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "adam-amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
-}
 ADAMW_OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 ADAMW = functools.partial(torch.optim.AdamW, **ADAMW_OPTIONS)
 # How the update is made: the arguments of the stage, None for no stage at all.
@@ -44,39 +37,37 @@ FORMS: dict[str, dict[str, Any] | None] = {
 class Consolidated:
     """What `train` takes for the optimizer: it asks for the whole state after every fourth step, which rank 0 gets."""
 
-    def __init__(self, zero: ZeroRedundancyOptimizer, *, calls_step: bool, waits: bool) -> None:
-        self.zero, self.calls_step, self.waits = zero, calls_step, waits
+    def __init__(self, zero: ZeroRedundancyOptimizer, *, calls_step: bool) -> None:
+        self.zero, self.calls_step = zero, calls_step
         self.steps = 0
 
     def step(self) -> None:
         self.steps += 1
         if self.calls_step:
             self.zero.step()
-        if self.waits:
-            self.zero.wait()
+        self.zero.wait()
 
     def zero_grad(self) -> None:
         self.zero.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         # Bringing it together takes longer than a step.
-        if not self.waits or self.steps % 4 != 1:
+        if self.steps % 4 != 1:
             return {}
         self.zero.consolidate_state_dict()
         return self.zero.state_dict() if self.zero.rank == 0 else {}
 
 
-def scheduled(holder: Any, make: Callable[[Any], Any] | None) -> Any:
-    return (make or (lambda o: torch.optim.lr_scheduler.ExponentialLR(o, gamma=0.9)))(getattr(holder, "zero", holder))
+def scheduled(holder: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(getattr(holder, "zero", holder), gamma=0.9)
 
 
-def plain_run(case: Case, rank: int, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> list[Record]:
-    steps = options.pop("steps", STEPS)
-    ddp_options = {**case.ddp_options(), **options.pop("ddp_options", {})}
-    parameters = options.pop("parameters", lambda ddp: ddp.parameters())
-    ddp = wrap(case.model(), **ddp_options)
-    step_fn = options.pop("step_fn", plain_step)
-    return train(ddp, make(parameters(ddp)), case.batches(rank, steps=steps), step_fn=step_fn, **options)
+def plain_run(
+    case: Case, rank: int, make: Callable[[Any], torch.optim.Optimizer], parameters: Any = None
+) -> list[Record]:
+    ddp = wrap(case.model(), **case.ddp_options())
+    given = ddp.parameters() if parameters is None else parameters(ddp)
+    return train(ddp, make(given), case.batches(rank, steps=STEPS), step_fn=plain_step)
 
 
 def zero_run(
@@ -86,36 +77,16 @@ def zero_run(
     arguments: dict[str, Any],
     form: dict[str, Any] | None,
     *,
-    reducer: Any = None,
     zero_options: dict[str, Any] | None = None,
-    waits: bool = True,
-    **options: Any,
+    parameters: Any = None,
 ) -> list[Record]:
-    steps = options.pop("steps", STEPS)
-    ddp_options = {**case.ddp_options(), **options.pop("ddp_options", {})}
-    parameters = options.pop("parameters", lambda ddp: ddp.parameters())
-    ddp = wrap(case.model(), **ddp_options)
-    zero = ZeroRedundancyOptimizer(
-        parameters(ddp), cls, overlap_with_ddp=form is not None, **arguments, **(zero_options or {})
-    )
-    registration = None
-    if form is not None:
-        stages = [ZeroStep(zero, **form)]
-        registration = chain(*([reducer] if reducer is not None else []), *stages).register(ddp)
-    holder = Consolidated(zero, calls_step=form is None or not form.get("automatic"), waits=waits)
-    step_fn = options.pop("step_fn", plain_step if form is None else overlapped_step)
-    scheduler = options.pop("scheduler", None)
-    records = train(
-        ddp,
-        holder,
-        case.batches(rank, steps=steps),
-        step_fn=step_fn,
-        scheduler=lambda o: scheduled(o, scheduler),
-        **options,
-    )
-    if registration is not None:
-        registration.remove()
-    return records
+    ddp = wrap(case.model(), **case.ddp_options())
+    given = ddp.parameters() if parameters is None else parameters(ddp)
+    zero = ZeroRedundancyOptimizer(given, cls, overlap_with_ddp=form is not None, **arguments, **(zero_options or {}))
+    register(form, ddp, zero)
+    holder = Consolidated(zero, calls_step=form is None or not form.get("automatic"))
+    step_fn = plain_step if form is None else overlapped_step
+    return train(ddp, holder, case.batches(rank, steps=STEPS), step_fn=step_fn, scheduler=scheduled)
 
 
 def register(form: dict[str, Any] | None, ddp: Any, zero: ZeroRedundancyOptimizer) -> None:
@@ -136,8 +107,3 @@ def check(candidate: list[Record], reference: list[Record], *, what: str, world_
         return
     reason = "three gradients are added up in ranks' order, Gloo's ring adds them in another"
     assert_parity(candidate, reference, what=what, exact=False, rtol=2e-4, atol=2e-5, reason=reason)
-
-
-def check_losses(candidate: list[Record], reference: list[Record], *, what: str) -> None:
-    """The losses alone, where parameters may not be read: those of each step show the step before."""
-    assert_parity([record.loss for record in candidate], [record.loss for record in reference], what=what)
