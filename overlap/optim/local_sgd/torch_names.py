@@ -1,4 +1,3 @@
-
 """PyTorch's names: averagers, ``average_parameters`` and the optimizer of post-local SGD; and averagers in a chain."""
 
 from __future__ import annotations
