@@ -41,10 +41,19 @@ from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOpt
 from overlap.timeline.recording import Clock, clock_for
 
 __all__ = [
-    "CHAINS", "TRAIN_IMAGES", "Digits", "Recipe", "Run", "Settings", "accuracy", "add_arguments", "batches_of_epoch",
-    "largest_difference", "load_digits", "load_torchvision", "overlapped", "plain", "present", "run", "shard",
-    "start_run", "start_runs", "train", "train_and_compare",
-]  # fmt: skip
+    "CHAINS",
+    "TRAIN_IMAGES",
+    "Settings",
+    "add_arguments",
+    "largest_difference",
+    "load_digits",
+    "load_torchvision",
+    "present",
+    "run",
+    "shard",
+    "start_runs",
+    "train_and_compare",
+]
 
 _RANKS = 2
 CHAINS = {
