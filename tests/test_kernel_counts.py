@@ -23,10 +23,10 @@ MOST_A_BUCKET = {
     "ZeroStep, 8 ranks": 9,
     "ZeroStep, 64 ranks": 9,
     "ZeroStep, in forward": 9,
-    "PowerSGD(rank=4)": 139,
-    "Quantize(Int8()), 8 ranks": 77,
-    "Quantize(Int8()), 64 ranks": 189,
-    "Quantize(Int4()), feedback": 138,
+    "PowerSGD(rank=4)": 62,
+    "Quantize(Int8()), 8 ranks": 53,
+    "Quantize(Int8()), 64 ranks": 165,
+    "Quantize(Int4()), feedback": 94,
 }
 # And so many in a step, however many buckets there are.
 MOST_A_STEP = {
