@@ -67,6 +67,8 @@ LOOPS = (
     ("step_interleaved", "forward backward step zero_grad:F step"),
     ("step_deferred", "forward backward load step forward"),
     ("step_interleaved", "forward backward step load forward"),
+    ("step_interleaved", "forward backward step forward failing_step"),
+    ("step_deferred", "incomplete_backward zero_grad:T load step"),
     ("step_deferred", "no_sync zero_grad:F failing_step step"),
     ("step_deferred", "forward backward failing_step step"),
     ("step_subset", "forward backward failing_step step"),
