@@ -124,16 +124,16 @@ class _Branch(nn.Module):
 
 
 def _unused(rank: int, world_size: int) -> None:
-    def train(make: Any, kind: Any, is_used: Any) -> dict[str, Tensor]:
+    def train(make: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
         ddp = wrap(_Branch(), find_unused_parameters=True, bucket_cap_mb=1e-4)
         optimizer, joinables, clears = make(ddp)
-        with kind(joinables):
+        with Join(joinables):
             for step in range(_BATCHES[rank]):
                 if clears:
                     optimizer.zero_grad()
                 x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-                ddp(x, is_used(step)).square().mean().backward()
+                ddp(x, rank == 1 and step < 2).square().mean().backward()
                 optimizer.step()
         return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
 
@@ -147,13 +147,9 @@ def _unused(rank: int, world_size: int) -> None:
         chain(ZeroStep(made, **form)).register(ddp)
         return made, [ddp, made], False
 
-    def used(step: int) -> bool:
-        return rank == 1 and step < 2
-
-    for kind in (Join, TorchJoin):
-        expected = train(plain, kind, used)
-        assert_parity(train(zero, kind, used), expected, what=kind.__module__)
-        assert_parity(train(lambda ddp: zero(ddp, deferred=True), kind, used), expected, what="deferred")
+    expected = train(plain)
+    assert_parity(train(zero), expected, what="interleaved")
+    assert_parity(train(lambda ddp: zero(ddp, deferred=True)), expected, what="deferred")
 
 
 def test_a_parameter_that_nobody_used_is_not_updated() -> None:
