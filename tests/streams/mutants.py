@@ -154,8 +154,8 @@ MUTANTS: dict[str, Mutant] = {
         f"{_OPTIM}.stepper:Verdict.skips", "has_streams(self.found_inf.device)", "False", "log, skip"
     ),
     "the host looks whether shards are finite": _waiting(
-        f"{_OPTIM}.zero.step:_FiniteVote.mark",
-        "not has_streams(verdict.device) and ",
+        f"{_OPTIM}.zero.step:ZeroStep._mark_verdict",
+        "has_streams(found_inf.device) or ",
         "",
         "sharded, deferred",
     ),
