@@ -1,4 +1,4 @@
-"""Draws docs/images/step-times.svg and docs/images/time-to-accuracy.svg from the tables of the two pages of results."""
+"""Draws docs/images/step-times.svg, time-to-accuracy.svg and memory.svg from the tables of the pages that show them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 
-WIDTH, LEFT, RIGHT, TOP, ROW = 640, 16, 104, 56, 64
+WIDTH, LEFT, RIGHT, TOP, ROW = 640, 16, 122, 56, 64
 STYLE = """
   text { font: 22px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 20px; fill: #59636e }
   .ground { fill: #ffffff } .reference { stroke: #59636e; stroke-width: 2; stroke-dasharray: 5 5 }
@@ -40,9 +40,9 @@ def cells(page: str, heading: str, name: str) -> list[str]:
 
 
 def line(page: str, heading: str, name: str, kind: str, label: str) -> Line:
-    """A row of a table: its first cell is a median, its second ``low - high``."""
+    """A row of a table: its first cell is the value, its second ``low - high`` where it was measured several times."""
     value, spread, *_ = cells(page, heading, name)
-    low, high = map(float, spread.split(" - "))
+    low, high = map(float, spread.split(" - ") if " - " in spread else (value, value))
     return Line(kind, label, float(value), low, high)
 
 
@@ -86,6 +86,7 @@ def figures() -> dict[str, str]:
     """What each file is to contain."""
     step = ("benchmarks.md", "### The run of the front page")
     race = ("time-to-accuracy.md", "**digits, 2 ranks, links of 100mbit")
+    peak = ("memory.md", "**GPT, 98 M parameters (373 MiB), AdamW**")
     compute = float(cells(*step, "compute-only")[0])
     return {
         "step-times.svg": picture(
@@ -108,6 +109,16 @@ def figures() -> dict[str, str]:
                 line(*race, "overlap-powersgd-r4", "second", "PowerSGD(rank=4)"),
             ],
             "s",
+        ),
+        "memory.svg": picture(
+            "Above activations: GPT (98 M), AdamW, 2 CPU processes",
+            [
+                line(*peak, "plain DDP", "ddp", "DDP"),
+                line(*peak, "PyTorch's `ZeroRedundancyOptimizer`, views", "torch", "PyTorch's ZeRO"),
+                line(*peak, "`ZeroStep`, views", "first", "ZeroStep(zero)"),
+                line(*peak, re.escape("ZeroStep(release_gradients=True)"), "second", "... release_gradients=True"),
+            ],
+            "MiB",
         ),
     }
 
