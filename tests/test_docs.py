@@ -146,6 +146,11 @@ def test_figures_show_the_tables_of_their_pages(monkeypatch: pytest.MonkeyPatch)
         assert (DOCS / "images" / name).read_text() == text, "python docs/draw_figures.py draws it anew"
 
 
+def test_the_table_of_phases_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    assert importlib.import_module("draw_lifecycle").table() in (DOCS / "guides" / "loop.md").read_text()
+
+
 def test_the_table_of_the_reference_leads_to_every_name() -> None:
     table = (DOCS / "api" / "index.md").read_text()
     assert [path for path in _reference() if f"#{path})" not in table] == []
