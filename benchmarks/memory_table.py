@@ -147,7 +147,7 @@ def table(results: Cells) -> str:
         rows = [row for row in ROWS if row != COMPUTE and any(row in cells for _, cells in measured)]
         if not rows:
             continue
-        heads = [""]
+        heads = ["rank that takes most"]
         lines = [[ROWS[row][0]] for row in rows]
         for ranks, cells in measured:
             columns = 4 if any("step_ms" in found for found in cells.values()) else 3

@@ -212,7 +212,7 @@ def _worst(of_ranks: Sequence[Measured]) -> Measured:
 
 def table(by_rank: Sequence[list[list[Measured]]]) -> str:
     """A row of Markdown for each wire."""
-    rows = [["", *PLACES]]
+    rows = [["wire", *PLACES]]
     for wire, *of_wire in zip(WIRES, *by_rank, strict=True):
         rows.append([f"`{wire!r}`", *(str(_worst(of_ranks)) for of_ranks in zip(*of_wire, strict=True))])
     return in_markdown(rows, left=range(len(rows[0])))

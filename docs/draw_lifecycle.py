@@ -1,4 +1,4 @@
-"""Draws docs/images/lifecycle.png and prints the table of docs/lifecycle.md, both from the code's own transitions."""
+"""Draws docs/images/lifecycle.png and prints the table of docs/guides/loop.md, both from the code's own transitions."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def rows() -> dict[str, list[Words]]:
 def table() -> str:
     """The transitions as Markdown."""
     lines = [
-        "| | " + " | ".join(f"**{phase.value}**" for phase in PHASES) + " |",
+        "| call | " + " | ".join(f"**{phase.value}**" for phase in PHASES) + " |",
         "| --- |" + " --- |" * len(PHASES),
     ]
     for event, cells in rows().items():
-        lines.append(f"| {event} | " + " | ".join(words for words, _ in cells) + " |")
+        lines.append(f"| {event} | " + " | ".join(words or "-" for words, _ in cells) + " |")
     return "\n".join(lines)
 
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import ast
-import os
+import importlib
 import re
-import socket
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from test_public_names import NAMES
 
-from harness import run_ranks
 from harness.documented import examples_on_one_rank
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 SHOWN = [ROOT / "README.md", *PAGES]
+CHECKED = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "design").glob("*.md")]
 BLOCK = re.compile(r"(<!-- fragment -->\n)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FRONT = "index.md"
 """README.md, on the site."""
@@ -93,7 +91,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", heading) for heading in words} | set(names)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md"), *(ROOT / "design").glob("*.md")], ids=_name)
+@pytest.mark.parametrize("page", CHECKED, ids=_name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     links = list(_links(page))
     assert [path for path, _ in links if not path.exists()] == []
@@ -114,7 +112,7 @@ def _is_program(block: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-@pytest.mark.parametrize("page", SHOWN, ids=_name)
+@pytest.mark.parametrize("page", [page for page in SHOWN if _blocks(page)], ids=_name)
 def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in _blocks(page):
@@ -123,32 +121,34 @@ def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
                 exec(compile(block, str(page), "exec"), namespace)
 
 
-def _play(rank: int, ranks: int, programs: list[tuple[str, str, int]]) -> None:
-    for page, program, port in programs:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-        exec(compile(program, page, "exec"), {"__name__": "__main__"})
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def test_a_program_that_is_shown_is_the_smallest_example() -> None:
+    """That one runs under torchrun in ``test_examples.py``; every other block runs after the lines of the reference."""
+    example = (ROOT / "examples" / "train.py").read_text().split("\n\n", 1)[1]
+    programs = {_name(page): block for page in SHOWN for block in _blocks(page) if _is_program(block)}
+    assert programs.pop("README.md") == f"# torchrun --nproc-per-node 2 train.py\n{example}"
+    assert list(programs) == ["docs/api/index.md"]
 
 
-def test_programs_that_are_shown_run_on_two_ranks() -> None:
-    programs = {program: _name(page) for page in SHOWN for program in _blocks(page) if _is_program(program)}
-    once = {program.partition("import ")[2]: program for program in programs}  # The same under another comment.
-    assert once
-    played = [(programs[program], program, _free_port()) for program in once.values()]
-    run_ranks(_play, 2, played, backend=None)
+def test_tables_have_a_header_in_every_column() -> None:
+    """A phone shows an empty header as a grey bar."""
+    tables = {
+        f"{_name(page)}: {header}": header.strip("|").split("|")
+        for page in CHECKED
+        for header in re.findall(r"^(\|.*\|)\n\| *:?-", page.read_text(), re.MULTILINE)
+    }
+    assert tables
+    assert [name for name, cells in tables.items() if not all(cell.strip() for cell in cells)] == []
 
 
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+def test_figures_show_the_tables_of_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    for name, text in importlib.import_module("draw_figures").figures().items():
+        assert (DOCS / "images" / name).read_text() == text, "python docs/draw_figures.py draws it anew"
 
 
-def test_the_front_page_and_the_first_guide_show_the_smallest_example_whole() -> None:
-    program = (ROOT / "examples" / "train.py").read_text().split("\n\n", 1)[1]
-    assert f"```python\n# torchrun --nproc-per-node 2 train.py\n{program}```" in (ROOT / "README.md").read_text()
-    assert f"```python\n{program}```" in (DOCS / "guides" / "first-steps.md").read_text()
+def test_the_table_of_phases_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    assert importlib.import_module("draw_lifecycle").table() in (DOCS / "guides" / "loop.md").read_text()
 
 
 def test_the_table_of_the_reference_leads_to_every_name() -> None:

@@ -82,7 +82,7 @@ class Step(Update[StepLayout]):
         RegistrationError: another model has a stage that updates the same parameters with this optimizer.
         CollectiveError: at registration, the ranks have other hyperparameters or groups.
         TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``; and as
-            described in ``docs/lifecycle.md``.
+            described in ``docs/guides/loop.md``.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> Step(torch.optim.SGD(layer.parameters(), lr=0.1), clip_grad_norm=1.0)

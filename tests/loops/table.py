@@ -23,7 +23,7 @@ again from the same seeds with up to {forms} forms of update, on 2 ranks. Parame
 optimizer's state are compared bit for bit at every step. Of {cells} cells {exact} are exact, {refused} are refused with
 an error that says what to do, {limits} are limits, and {wrong} are wrong{below}.
 
-| | |
+| cell | meaning |
 | --- | --- |
 | + | exact: the same in every bit |
 | R*n* | refused: an error of the library's; how it begins is [below](#errors) |
@@ -70,10 +70,10 @@ def page() -> str:
         below=" ([below](#wrong))" if counts["wrong"] else "",
         legend="\n".join(["| form | update |", "| --- | --- |", *(f"| {form.name} | {form.made} |" for form in FORMS)]),
     )
-    parts += ["\n## Errors\n", "| | begins with |", "| --- | --- |", *errors.rows()]
-    parts += ["\n## Limits\n", "| | why |", "| --- | --- |", *limits.rows()]
+    parts += ["\n## Errors\n", "| mark | begins with |", "| --- | --- |", *errors.rows()]
+    parts += ["\n## Limits\n", "| mark | why |", "| --- | --- |", *limits.rows()]
     if counts["wrong"]:
-        parts += ["\n## Wrong\n", "| | what |", "| --- | --- |", *faults.rows()]
+        parts += ["\n## Wrong\n", "| mark | what |", "| --- | --- |", *faults.rows()]
     return top + "\n".join(parts) + "\n"
 
 

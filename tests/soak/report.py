@@ -32,7 +32,7 @@ def markdown(trials: list[Trial]) -> str:
         "of plain DDP. In a cell: *clean / trials*, and the longest time in seconds from the fault to another rank's "
         "error."
     )
-    lines = [first, "", "| | " + " | ".join(forms) + " |", "| --- |" + " ---: |" * len(forms)]
+    lines = [first, "", "| fault | " + " | ".join(forms) + " |", "| --- |" + " ---: |" * len(forms)]
     faults = [fault for fault in FAULTS if any((form, fault) in cells for form in forms)]
     lines += [f"| {fault} | {' | '.join(_cell(cells[form, fault]) for form in forms)} |" for fault in faults]
     lines += [f"- {trial['seed']}: {text}" for trial in ours for text in trial["unclean"]]

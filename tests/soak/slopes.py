@@ -162,7 +162,7 @@ def _main() -> int:
     parser.add_argument("--form", action="append", choices=list(FORMS), help="only this one; may be given again")
     options = parser.parse_args()
     print("Growth in 1,000 steps ± its standard error, on the rank where it is larger; in bold: what grows.\n")
-    print(f"| | ms a step | {' | '.join(BOUNDS)} |\n| --- |{' ---: |' * (1 + len(BOUNDS))}")
+    print(f"| form | ms a step | {' | '.join(BOUNDS)} |\n| --- |{' ---: |' * (1 + len(BOUNDS))}")
     has_grown = False
     for form in options.form or list(FORMS):
         step_ms, slopes = slopes_of(form, steps=options.steps, samples=min(_SAMPLES, options.steps // 20))
