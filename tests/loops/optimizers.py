@@ -137,7 +137,7 @@ def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 
 @loop(
     "LBFGS",
-    refused([form for form in ALL if form != "local"], "LBFGS "),
+    refused(ALL, "LBFGS "),
     optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2),
 )
 def lbfgs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
