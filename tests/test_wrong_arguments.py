@@ -42,6 +42,7 @@ from overlap import (
     as_stage,
     chain,
     checkpoint_wrapper,
+    declare,
     hook_then_optimizer,
     register,
 )
@@ -71,7 +72,15 @@ def _things(rank: int) -> SimpleNamespace:
 
 STEP = r"write chain\(AllReduce\(\), Step\(optimizer\)\)"
 
+
 # By what is given: the call, and what the message says.
+@declare("parameter")
+class _Switched(torch.optim.SGD):
+    """As schedule-free optimizers: parameters are others for evaluation."""
+
+    def eval(self) -> None: ...
+
+
 IN_A_CHAIN: dict[str, tuple[Call, str]] = {
     "an optimizer": (lambda of: of.sgd, f"SGD is not a stage: {STEP}"),
     "an OverlappedOptimizer": (lambda of: OverlappedOptimizer(of.sgd), f"OverlappedOptimizer is not a stage: {STEP}"),
@@ -79,6 +88,15 @@ IN_A_CHAIN: dict[str, tuple[Call, str]] = {
     "a sharded optimizer": (lambda of: of.zero, r"write chain\(ZeroStep\(zero\)\)"),
     "a stage's class": (lambda of: Step, r"Step is not a stage: it is a class; write Step\(\.\.\.\)"),
     "a wire": (lambda of: Int8(), r"Int8\(\) is not a stage: write Quantize\(Int8\(\)\)"),
+    "a clip of the norm": (
+        lambda of: torch.nn.utils.clip_grad_norm_,
+        r"clip_grad_norm_ is not a stage: write ClipGradNorm\(max_norm\)",
+    ),
+    "a clip, partly bound": (
+        lambda of: partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0),
+        r"ClipGradNorm\(max_norm\)",
+    ),
+    "a clip of values": (lambda of: torch.nn.utils.clip_grad_value_, r"bucket\.buffer\.clamp_\(-value, value\)"),
     "a module": (lambda of: of.model, "Sequential is not a stage: a stage is"),
     "a list": (
         lambda of: [AllReduce()],
@@ -154,6 +172,10 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     "Join, a module": (lambda of: Join([of.model]), NOT_DDP),
     "Join, a model twice": (lambda of: Join([of.ddp, of.ddp]), "is given twice"),
     "Step, the sharded optimizer": (lambda of: Step(of.zero), r"use ZeroStep\(zero\)"),
+    "ZeroRedundancyOptimizer, a class that is switched": (
+        lambda of: ZeroRedundancyOptimizer(of.model.parameters(), _Switched, lr=0.1),
+        r"train\(\) and eval\(\), .* use chain",
+    ),
     "ZeroStep, a plain optimizer": (lambda of: ZeroStep(of.sgd), r"use chain\(AllReduce\(\), Step\(optimizer\)\)"),
     "Cast, a name": (lambda of: Cast("bf16"), "a floating-point torch.dtype such as torch.bfloat16, got 'bf16'"),
     "Cast, a wire": (lambda of: Cast(Int8()), r"got Int8\(\); Quantize\(Int8\(\)\) sends a wire"),

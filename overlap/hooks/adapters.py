@@ -66,7 +66,7 @@ def as_stage(hook: CommHook | Callable[..., Any] | Stage, state: Any = None) -> 
     """
     if isinstance(hook, StageHook):
         return hook.stage(state)
-    if isinstance(hook, Stage) or _takes_a_bucket(hook):
+    if isinstance(hook, Stage) or (_takes_a_bucket(hook) and _instead_of_clip(hook) is None):
         if state is not None:
             raise ConfigurationError(f"a stage keeps its own state, but {told(state)} was given for {shown(hook)}")
         return hook if isinstance(hook, Stage) else _FunctionStage(hook)  # type: ignore[arg-type]
@@ -146,9 +146,19 @@ def _is_optimizer(thing: object) -> bool:
     return isinstance(getattr(thing, "__self__", thing), Optimizer)  # Its step() is often given, too.
 
 
+def _instead_of_clip(thing: object) -> str | None:
+    """The code to write in place of PyTorch's functions, perhaps with some arguments in a ``functools.partial``."""
+    function = getattr(thing, "func", thing)
+    if function is nn.utils.clip_grad_norm_:
+        return "write ClipGradNorm(max_norm)"
+    if function is nn.utils.clip_grad_value_:
+        return "write a function, def clip_value(bucket): bucket.buffer.clamp_(-value, value)"
+    return None
+
+
 def _is_never_a_hook(thing: object) -> bool:
     """Whether ``thing`` can be called with two arguments and is yet known to be something else."""
-    return isinstance(thing, nn.Module | type) or _is_optimizer(thing)
+    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or _instead_of_clip(thing) is not None
 
 
 def _remedy(thing: Any) -> str:
@@ -161,6 +171,8 @@ def _remedy(thing: Any) -> str:
         return "write chain(ZeroStep(zero))"
     if _is_optimizer(thing):
         return "write chain(AllReduce(), Step(optimizer))"
+    if (instead := _instead_of_clip(thing)) is not None:
+        return instead
     if isinstance(thing, list | tuple):
         return "give stages one by one, as in chain(*stages)"
     return (

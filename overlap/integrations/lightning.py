@@ -10,13 +10,16 @@ from typing import Any
 
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, OverlapError
+from overlap.hooks import AllReduce, Stage
+from overlap.hooks import chain as chain_of
 from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, needs
+from overlap.optim import Step
 from overlap.resume.train_state import remembers
 
 with needs("lightning"):
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType
 
@@ -32,6 +35,8 @@ class OverlapStrategy(DDPStrategy):
 
         strategy = OverlapStrategy(chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
         Trainer(strategy=strategy, devices=2, accelerator="cpu").fit(module)
+
+    The name ``Trainer(strategy="overlap")`` is that strategy, once this module is imported.
 
     Where the trainer clips (``gradient_clip_val``) or scales (``precision="16-mixed"``), interleaved updates of the
     chain are deferred.
@@ -170,3 +175,10 @@ class OverlapStrategy(DDPStrategy):
         except ConfigurationError as error:
             error.add_note(f"delete checkpoint[{_KEY!r}] to start stages without their state")
             raise
+
+
+def _updated_in_backward(*optimizers: Any) -> Stage:
+    return chain_of(AllReduce(), *map(Step, optimizers))
+
+
+StrategyRegistry.register("overlap", OverlapStrategy, override=True, chain=_updated_in_backward)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import gpu
 import overlap
 from harness import run_ranks
-from streams.scenarios import SCENARIOS, Scenario, on_default
+from streams.scenarios import SCENARIOS, Scenario, adamw
 
 from . import runner
 from .checks import CHECKS, Check, no_race, parity
@@ -87,7 +87,7 @@ def test_checks_need_nothing_but_torch() -> None:
 
 
 def _another_result_each_time(ddp: Any) -> list[Any]:
-    (optimizer,) = on_default(ddp)
+    (optimizer,) = adamw(ddp)
     for group in optimizer.param_groups:
         group["lr"] = time.monotonic()
     return [optimizer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ from playing import check_row
 
 from harness import run_ranks
 from overlap import AllReduce, ConfigurationError, Int8, LocalSGD, OverlapError
+from overlap.hooks.engine.registration import registration_of
 
 
 def _wrong_options(rank: int, world_size: int) -> list[str]:
@@ -137,3 +139,17 @@ def test_a_checkpoint_of_a_run_that_ends_suddenly_needs_no_other_rank_and_says_w
 @pytest.mark.parametrize("feature", FRAMEWORKS["Lightning"])
 def test_lightning_with_a_chain_is_what_the_table_says(feature: str, tmp_path: Path) -> None:
     check_row("Lightning", feature, play, tmp_path)
+
+
+def _named(rank: int, world_size: int) -> str:
+    prepare_rank(rank, world_size)
+    module, shown = module_of("reducer"), []
+    trainer = trainer_of("reducer", "overlap", max_epochs=1)
+    pickle.loads(pickle.dumps(trainer.strategy))
+    module.on_train_start = lambda: shown.append(repr(registration_of(trainer.strategy.model)))
+    trainer.fit(module, loader_of(3))
+    return shown[0]
+
+
+def test_the_trainer_takes_the_name() -> None:
+    assert run_ranks(_named, 2)[0] == "<chain(AllReduce(), Step(AdamW, interleaved)) registered>"

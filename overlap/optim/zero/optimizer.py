@@ -160,6 +160,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         groups = read_groups(params)
         self._check_options(groups)
         unit = check_unit(optimizer_class, instead=_INSTEAD)
+        if callable(getattr(optimizer_class, "eval", None)):  # A loop that asks with hasattr would not call it.
+            raise UnsupportedError(
+                f"{optimizer_class.__name__} is switched by its methods train() and eval(), which a rank can only do "
+                f"for its own part: use {_INSTEAD}"
+            )
         if partition == "element" and unit == "parameter":
             raise UnsupportedError(
                 f"{optimizer_class.__name__} does not update each element by itself: use partition='parameter', or "
