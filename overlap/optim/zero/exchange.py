@@ -76,7 +76,8 @@ class Exchange:
         """The shards of a bucket of these parameters; as :func:`shards_of_bucket`."""
         # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
         self.workspace.trim()
-        return shards_of_bucket(parameters, *known, packs_all=self.memory is not None or not self.sends_directly)
+        packs_all = self.memory is not None or not self.sends_directly or has_streams(parameters[0].device)
+        return shards_of_bucket(parameters, *known, packs_all=packs_all)
 
     async def reduce(self, bucket: Bucket, shards: BucketShards | None) -> None:
         """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,

@@ -268,7 +268,7 @@ class BucketShards:
         self.parameter_pieces = [memory[place] for place in self._packed]
         """The parameters' own memory, in packed order."""
         packed_numels = [sum(self._piece_numels[place] for place in places) for places in small]
-        multiple = segment_multiple(self.like.device) if self.is_even else 1
+        multiple = segment_multiple(self.like.device)  # See [Note: segments] in :mod:`overlap.hooks.segments`.
         self.segment_numels = [round_up(max(packed_numels) if self.is_even else n, multiple) for n in packed_numels]
         """The length of each rank's segment in a packed buffer."""
         self.packed_numel = sum(self.segment_numels)
