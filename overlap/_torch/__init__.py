@@ -1,6 +1,6 @@
 """The private parts of PyTorch that this library uses, one module per topic, each use with its reason.
 
-Elsewhere a name of PyTorch's that starts with an underscore is read by one algorithm alone, where it needs it: DDP's own
-under a Join (:mod:`overlap.join.adapters`), and those of other packages in :mod:`overlap.integrations`. A name here
-without one is for the rest of the package.
+Elsewhere a name of PyTorch's that starts with an underscore is read by one algorithm alone, where it needs it: DDP's
+under a Join (:mod:`overlap.join.adapters`), and those of frameworks in :mod:`overlap.integrations`. A name here without
+one is for the rest of the package.
 """

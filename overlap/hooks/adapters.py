@@ -21,7 +21,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import future_result
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Role, Stage, StageContext
-from overlap.hooks.wires.blocks import Wire
+from overlap.hooks.wires.codec import Wire
 
 __all__ = [
     "CommHook",

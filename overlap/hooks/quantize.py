@@ -15,7 +15,7 @@ from overlap.hooks.collectives import all_gather
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Int8, QuantizedSum, Wire, redistribute
 from overlap.hooks.wires.feedback import StageMemory
-from overlap.hooks.wires.numbers import Affine8
+from overlap.hooks.wires.formats import Affine8
 
 __all__ = ["GatherQuantized", "Quantize"]
 
@@ -137,7 +137,7 @@ class Quantize(Stage):
 class GatherQuantized(Stage):
     """The mean over ranks of gradients sent as unsigned 8-bit integers, with a scale and a zero point per chunk.
 
-    See :class:`~overlap.hooks.wires.numbers.Affine8`: the error is at most half a scale, and zero is exact. If a value
+    See :class:`~overlap.hooks.wires.formats.Affine8`: the error is at most half a scale, and zero is exact. If a value
     is not finite, all values that share its scale become NaN.
 
     Args:

@@ -13,7 +13,7 @@ from overlap.hooks.collectives import all_gather, all_reduce
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.wires import Wire
-from overlap.hooks.wires.numbers import cast
+from overlap.hooks.wires.formats import cast
 
 __all__ = ["AllGather", "AllReduce", "Cast", "NoReduction"]
 

@@ -115,16 +115,16 @@ MUTANTS: dict[str, Mutant] = {
         _FEEDBACK,
     ),
     "integers are off by half a step": Mutant(
-        "hooks/wires/numbers.py", "out.copy_(payload)", "out.copy_(payload).add_(0.5)", _CODECS
+        "hooks/wires/formats.py", "out.copy_(payload)", "out.copy_(payload).add_(0.5)", _CODECS
     ),
     "values are scaled to half of the range": Mutant(
-        "hooks/wires/numbers.py", "factor = (self.top / peak)", "factor = (self.top / (2 * peak))", _CODECS
+        "hooks/wires/formats.py", "factor = (self.top / peak)", "factor = (self.top / (2 * peak))", _CODECS
     ),
     "values are rounded down": Mutant(
-        "hooks/wires/numbers.py", "return values.round_()", "return values.floor_()", _CODECS
+        "hooks/wires/formats.py", "return values.round_()", "return values.floor_()", _CODECS
     ),
     "one value fewer is sent": Mutant(
-        "hooks/wires/numbers.py",
+        "hooks/wires/formats.py",
         "max(1, round(self.density * chunk_numel))",
         "max(1, round(self.density * chunk_numel) - 1)",
         _CODECS,

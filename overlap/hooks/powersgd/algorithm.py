@@ -65,7 +65,7 @@ from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.wires import QuantizedSum, Wire
 from overlap.hooks.wires.feedback import within_range
 
-__all__ = ["BucketLayout", "PowerIteration", "cholesky_qr", "layout_of", "orthonormalize", "random_directions"]
+__all__ = ["ReductionLayout", "PowerIteration", "cholesky_qr", "layout_of", "orthonormalize", "random_directions"]
 
 # Elements of a block of rows that stays in a CPU's cache from one kernel to the next.
 _BLOCK_NUMEL = 200 * 1024
@@ -97,7 +97,7 @@ class PowerIteration:
     def __init__(
         self,
         bucket: Bucket,
-        layout: BucketLayout,
+        layout: ReductionLayout,
         keys: Sequence[str],
         memory: Memory,
         *,
@@ -490,7 +490,7 @@ def _beginnings(rows: Tensor, group: _Group) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class BucketLayout:
+class ReductionLayout:
     """How each gradient of a bucket is reduced."""
 
     batches: tuple[Batch, ...]
@@ -502,7 +502,7 @@ class BucketLayout:
 
 def layout_of(
     shapes: Sequence[Sequence[int]], *, rank: int, min_compression_rate: float, device: torch.device
-) -> BucketLayout:
+) -> ReductionLayout:
     """The layout of a bucket of gradients of ``shapes``; as a matrix, a gradient has its first dimension as rows.
 
     A gradient is compressed if its factors have fewer than ``1 / min_compression_rate`` of its elements.
@@ -520,7 +520,7 @@ def layout_of(
     batches = [
         Batch(tuple(places), rows, cols, min(rank, rows, cols)) for (rows, cols, _), places in sorted(alike.items())
     ]
-    return BucketLayout(
+    return ReductionLayout(
         batches=tuple(batches),
         left=FactorLayout.of(batches, is_left=True, device=device),
         right=FactorLayout.of(batches, is_left=False, device=device),

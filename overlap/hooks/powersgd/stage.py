@@ -11,7 +11,7 @@ import torch
 from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap.errors import ArgumentTypeError, ConfigurationError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.algorithm import BucketLayout, PowerIteration, layout_of
+from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage, StageContext
@@ -107,7 +107,7 @@ class PowerSGD(Stage):
                 "throws away: use only one of the two"
             )
         self._memory = Memory(self, wire=wire)
-        self._layouts: dict[tuple[object, ...], BucketLayout] = {}
+        self._layouts: dict[tuple[object, ...], ReductionLayout] = {}
         self._compressed_buckets = 0
         self._all_reduce = AllReduce()
 
@@ -176,7 +176,7 @@ class PowerSGD(Stage):
             await iteration.both_factors()
         return iteration.sent_numel
 
-    def _layout_of(self, bucket: Bucket, keys: tuple[str, ...]) -> BucketLayout:
+    def _layout_of(self, bucket: Bucket, keys: tuple[str, ...]) -> ReductionLayout:
         key = (keys, bucket.buffer.numel(), bucket.buffer.device)
         if (layout := self._layouts.get(key)) is None:
             layout = self._layouts[key] = layout_of(

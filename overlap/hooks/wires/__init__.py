@@ -1,9 +1,9 @@
 """Wires: formats that send tensors in fewer bytes."""
 
-from overlap.hooks.wires.blocks import Codec, Wire
+from overlap.hooks.wires.codec import Codec, Wire
 from overlap.hooks.wires.exchange import QuantizedSum
 from overlap.hooks.wires.feedback import ErrorFeedback, RoundingGenerator, redistribute
-from overlap.hooks.wires.numbers import BFloat16, Float8, Float16, Int4, Int8, TopK
+from overlap.hooks.wires.formats import BFloat16, Float8, Float16, Int4, Int8, TopK
 
 __all__ = [
     "BFloat16",

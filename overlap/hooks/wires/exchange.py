@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from overlap._torch.device import has_streams
 from overlap.hooks.collectives import all_gather, all_to_all, reduce_scatter
-from overlap.hooks.wires.blocks import Codec, Wire
+from overlap.hooks.wires.codec import Codec, Wire
 from overlap.ranks.machines import Levels
 
 __all__ = ["QuantizedSum", "sum_in_order", "swap"]

@@ -20,7 +20,7 @@ from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all, all_finite
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import StageContext
-from overlap.hooks.wires.blocks import Wire
+from overlap.hooks.wires.codec import Wire
 from overlap.ranks.machines import Levels, levels_of
 
 __all__ = [

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from overlap import PowerSGD
 from overlap._torch.device import streams_replaced
 from overlap.hooks.powersgd import algorithm
-from overlap.hooks.powersgd.algorithm import BucketLayout, Factors, layout_of
+from overlap.hooks.powersgd.algorithm import Factors, ReductionLayout, layout_of
 
 from ..one_stream import OneStream
 from .lockstep import World
 
 
-def _layout(shapes: Sequence[tuple[int, ...]], rank: int, rate: float) -> BucketLayout:
+def _layout(shapes: Sequence[tuple[int, ...]], rank: int, rate: float) -> ReductionLayout:
     return layout_of(shapes, rank=rank, min_compression_rate=rate, device=torch.device("cpu"))
 
 

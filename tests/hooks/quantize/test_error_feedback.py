@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness import assert_parity, run_ranks
 from overlap import ConfigurationError, Int4
 from overlap.hooks import Quantize
-from overlap.hooks.wires.numbers import ChunkCodec
+from overlap.hooks.wires.formats import ChunkCodec
 
 from .given import given, of_ranks, reduced
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap.hooks.wires.numbers import add_noise_, draw
+from overlap.hooks.wires.formats import add_noise_, draw
 
 CPU = torch.device("cpu")
 BITS = pytest.mark.parametrize("bits", [16, 13])

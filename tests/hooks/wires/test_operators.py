@@ -15,7 +15,7 @@ from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 from overlap._torch.device import streams_replaced
 from overlap.hooks import quantize
 from overlap.hooks.wires import QuantizedSum, exchange
-from overlap.hooks.wires.numbers import Affine8
+from overlap.hooks.wires.formats import Affine8
 
 from ..one_stream import OneStream
 

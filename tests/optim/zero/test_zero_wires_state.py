@@ -28,7 +28,7 @@ from overlap import (
     ZeroStep,
     chain,
 )
-from overlap.hooks.wires.numbers import ChunkCodec
+from overlap.hooks.wires.formats import ChunkCodec
 
 
 def _scaled(model: nn.Module) -> None:

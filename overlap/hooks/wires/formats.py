@@ -28,7 +28,7 @@ from torch import Tensor
 
 from overlap._checks import as_number, told
 from overlap.errors import ConfigurationError
-from overlap.hooks.wires.blocks import Codec, Field, RoundingWire, Wire
+from overlap.hooks.wires.codec import Codec, Field, RoundingWire, Wire
 
 __all__ = [
     "Affine8",
