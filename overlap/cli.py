@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The command's own options are not known yet: everything after its name is left to the second parser.
     options = parser.parse_args(argv[:1] or ["--help"])
     module, description = COMMANDS[options.command]
+    if sys.stderr.isatty() and "RANK" not in os.environ:
+        print("Importing PyTorch ...", file=sys.stderr, flush=True)
     command: Any = importlib.import_module(module)
     parser = _Parser(
         prog=f"overlap {options.command}",
