@@ -234,6 +234,7 @@ def _check_machine(settings: Settings, ranks: int) -> None:
 
 def _run_rank(settings: Settings) -> int:
     """Trains twice and returns the exit code: 0 if the two runs agree as far as they must."""
+    settings.output.mkdir(parents=True, exist_ok=True)
     device = _join_group(settings.device)
     report = train_and_compare(settings, device)
     is_main = dist.get_rank() == 0

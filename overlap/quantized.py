@@ -83,8 +83,9 @@ def auto_quantize(
         done; do not touch CUDA tensors before it is done.
 
     Communication: sends and receives between ranks and all-gathers of bytes, as many as the plain collective would of
-    ``qtype``, on ``group`` itself in the order of calls. On CPU tensors ranks compare a call through the group's store
-    the first time that they make it.
+    ``qtype``, on ``group`` itself in the order of calls. An all-reduce in integers or 8-bit floats on several machines
+    sums in fp32 within each, on groups that its first call makes (see :class:`~overlap.Quantize`). On CPU tensors ranks
+    compare a call through the group's store the first time that they make it.
 
     Raises:
         ConfigurationError: an argument is none of those; a list does not have one tensor for each rank, or of another
@@ -331,7 +332,9 @@ class _Exchange:
             return
         total = self._fitting(tensor.detach().reshape(-1)).to(torch.float32, copy=True)
         generator = self.rounding.of(self.group.rank(), tensor.device)
-        levels = levels_of(self.group, tensor.device)
+        # A sum over a machine may be too large for a wire that takes each rank's values.
+        is_bounded = self.wire.largest < torch.finfo(torch.float32).max
+        levels = None if is_bounded else levels_of(self.group, tensor.device)
         summed = QuantizedSum.of(total.numel(), wire=self.wire, generator=generator, group=self.group, levels=levels)
         await summed(total, out=total)
         self._write(total, tensor, op)

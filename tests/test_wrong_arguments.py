@@ -180,8 +180,8 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     "Cast, a name": (lambda of: Cast("bf16"), "a floating-point torch.dtype such as torch.bfloat16, got 'bf16'"),
     "Cast, a wire": (lambda of: Cast(Int8()), r"got Int8\(\); Quantize\(Int8\(\)\) sends a wire"),
     "PowerSGD, PyTorch's names": (
-        lambda of: PowerSGD(matrix_approximation_rank=4, process_group=None),
-        r"powerSGD_hook, overlap\.PowerSGDState\(None, matrix_approximation_rank=4, process_group=None",
+        lambda of: PowerSGD(matrix_approximation_rank=4),
+        r"powerSGD_hook, overlap\.PowerSGDState\(None, matrix_approximation_rank=4",
     ),
     "OverlappedOptimizer, a class and options": (
         lambda of: OverlappedOptimizer(torch.optim.AdamW, lr=1e-3),

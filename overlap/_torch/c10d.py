@@ -118,12 +118,12 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 
-def priority_options(timeout: timedelta | None = None) -> Any:
+def priority_options(backends: str, timeout: timedelta | None = None) -> Any:
     """The ``pg_options`` of a new group of the library's own: on NCCL its collectives run on streams of the highest
     priority, as FSDP2's do, since a message that waits for blocks of a large kernel is late for all that follow.
 
     The model's own group is the user's, and groups that races compare are like it."""
-    if not dist.is_nccl_available() or "nccl" not in str(dist.get_backend_config()):
+    if not dist.is_nccl_available() or "nccl" not in backends:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:

@@ -108,8 +108,8 @@ class Hierarchical(StageOfOneModel):
         # Here and not at registration, where ranks have not been found to have the same stages yet.
         if self._levels is None and len(self._machines) > 1:
             assert self.context is not None, "a stage is attached before its first pass"
-            timeout = group_timeout(self.context.group, self.context.device)
-            self._levels = Levels.of(self._machines, timeout=timeout)
+            group = self.context.group
+            self._levels = Levels.of(self._machines, group, timeout=group_timeout(group, self.context.device))
 
     @property
     def _rows(self) -> int:

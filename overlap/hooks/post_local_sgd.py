@@ -92,8 +92,8 @@ class PostLocalSGDState(classes.PostLocalSGDState):
     def group_of_pass(self) -> dist.ProcessGroup | None:
         """The ranks that the next local pass averages over; ``None`` if it averages nothing.
 
-        Communication, the first time without a ``subgroup``: a gather of host names on ``process_group``, and the
-        collectives of making groups, on every rank of the job.
+        Communication, the first time without a ``subgroup``: host names are compared through the store of
+        ``process_group``, and groups are made, on every rank of the job.
 
         Raises:
             ConfigurationError: ``process_group`` lacks ranks of the job, which must make groups together.
@@ -104,7 +104,8 @@ class PostLocalSGDState(classes.PostLocalSGDState):
             own = self.process_group
             whole: dist.ProcessGroup = dist.group.WORLD if own is None else own  # type: ignore[assignment]
             check_is_whole_job(whole, remedy="make it yourself and pass it as the subgroup")
-            self.subgroup = own_subgroup(ranks_by_machine(whole), timeout=group_timeout(whole, torch.device("cpu")))
+            timeout = group_timeout(whole, torch.device("cpu"))
+            self.subgroup = own_subgroup(ranks_by_machine(whole), whole, timeout=timeout)
         return self.subgroup
 
 

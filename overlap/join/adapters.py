@@ -125,7 +125,8 @@ class OptimizerAdapter(JoinableAdapter):
             if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
                 raise UnsupportedError(
                     f"{self.name}.step(closure) under Join: ranks that have run out of inputs repeat the forward and "
-                    "the backward before the step, so call closure() first and then step() without it"
+                    "the backward before the step, so call closure() first and then step() without it, or use an "
+                    "optimizer that needs no closure"
                 )
             session.gradients.before_step(optimizer)
             session.on_call(self, Call.STEP)
@@ -139,6 +140,8 @@ class OptimizerAdapter(JoinableAdapter):
 
 def schedule_of(joinable: object) -> LRScheduler | None:
     """The LR scheduler that ``joinable`` is, or has as ``.scheduler`` to step it, as Accelerate's wrapper does."""
+    if isinstance(joinable, Optimizer | torch.nn.Module):
+        return None  # It may have a scheduler as an attribute, and is no wrapper of it.
     inner = joinable if isinstance(joinable, LRScheduler) else getattr(joinable, "scheduler", None)
     return inner if isinstance(inner, LRScheduler) else None
 

@@ -182,7 +182,7 @@ class Join(base.Join):
         **kwargs: Any,
     ) -> None:
         check_flag("enable", enable)
-        if check_flag("throw_on_early_termination", throw_on_early_termination):
+        if check_flag("throw_on_early_termination", throw_on_early_termination) and on_exhausted == "shadow":
             on_exhausted = "raise"
         if not is_one_of(on_exhausted, *get_args(OnExhausted)):
             raise ConfigurationError(

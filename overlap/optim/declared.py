@@ -137,13 +137,20 @@ def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         instead = f"declare(type(optimizer), {unit!r})" if isinstance(cls, Optimizer) else 'declare(Lion, "element")'
         raise ConfigurationError(f"declare takes a class of optimizers, got {described(cls)}; use {instead}")
-    if any(base.__module__.partition(".")[0] == "bitsandbytes" for base in cls.__mro__):
-        raise ConfigurationError(
-            f"{cls.__name__} is not to be declared: the kernels of bitsandbytes run on the default stream, where "
-            "gradients may not be reduced yet; use Step(OverlappedOptimizer(optimizer), deferred=True)"
-        )
+    if _is_on_default_stream(cls):
+        raise ConfigurationError(f"{cls.__name__} is not to be declared: {_ON_DEFAULT_STREAM}")
     _declared[cls] = _checked(unit, cls.__name__)
     return cls
+
+
+_ON_DEFAULT_STREAM = (
+    "the kernels of bitsandbytes run on the default stream, where gradients may not be reduced yet; use "
+    "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
+)
+
+
+def _is_on_default_stream(cls: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "bitsandbytes" for base in cls.__mro__)
 
 
 def _checked(unit: object, name: str = "Lion") -> Unit:
@@ -199,6 +206,8 @@ def check_unit(optimizer: Optimizer | type[Optimizer], *, instead: str) -> Unit:
         return unit
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     name, why = cls.__name__, ""
+    if _is_on_default_stream(cls):
+        raise UnsupportedError(f"{name} cannot be stepped in parts: {_ON_DEFAULT_STREAM}")
     if (known := _known_base(cls)) is not None:
         why = f" ({known.__name__} is, but {name} overrides its {_overridden(cls, known)})"
     raise UnsupportedError(

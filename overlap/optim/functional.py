@@ -50,7 +50,8 @@ class FunctionalOptimizer:
 
     def __init_subclass__(cls, of: type[Optimizer] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.optimizer_class = of or cls.optimizer_class
+        if of is not None:
+            cls.optimizer_class = of
         example = f">>> {cls.__name__}([torch.ones(2)], lr=0.5).step([torch.ones(2)])"
         cls.__doc__ = f"{cls.__doc__}\n\n{example}\n"
 

@@ -43,6 +43,7 @@ from overlap.errors import CollectiveError, ConfigurationError, OverlapError, Un
 from overlap.hooks.engine.registration import registration_of
 from overlap.plan.candidates import METHODS, PLAIN, build
 from overlap.ranks.board import Agreement, all_reduce, is_lost_connection
+from overlap.ranks.machines import forget
 
 __all__ = ["FEWEST_ROUNDS", "Originals", "Race", "Training", "generators_restored"]
 
@@ -223,6 +224,7 @@ class Race:
         for candidate in list(self._lanes):
             self._drop(candidate)
         if self._group is not None:
+            forget(self._group)
             dist.destroy_process_group(self._group)
 
     @property
@@ -399,6 +401,7 @@ class Race:
         group, self._group = self._group, None
         if group is not None:
             self._abandoned.append(group)
+            forget(group, has_failed=True)
             abandon_group(group)
             dist.destroy_process_group(group)
 

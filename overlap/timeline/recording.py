@@ -32,7 +32,7 @@ from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.engine.wavefront import BETWEEN_PASSES, Subject
 from overlap.hooks.stage import walk
 from overlap.ranks.board import of_all_ranks
-from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, save_reports
+from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, check_picture, save_reports
 
 __all__ = ["Clock", "EventClock", "Recorder", "StepRecord", "Timeline", "clock_for", "read_steps", "synchronized"]
 
@@ -141,6 +141,7 @@ class Timeline:
 
     def save(self, path: str | Path) -> None:
         """Draw the median step, as :func:`save_reports`. Every rank calls this, as :meth:`report`; rank 0 writes."""
+        check_picture(path)  # On every rank: the others would wait for rank 0 in their next collective.
         report = self.report()
         if self._ddp.process_group.rank() == 0:
             save_reports({report.title: report}, path)

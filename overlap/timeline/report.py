@@ -318,6 +318,13 @@ _Bar = tuple[str, Interval, int | None]
 """Its meaning, when, and the index of the bucket."""
 
 
+def check_picture(path: str | Path) -> None:
+    """Raises: ConfigurationError: matplotlib is missing, or does not write such a file."""
+    require_extra("timeline", "matplotlib")
+    if (suffix := Path(path).suffix) not in (".png", ".svg", ".pdf"):
+        raise ConfigurationError(f"a timeline is drawn as .png, .svg or .pdf, got {suffix!r}: use 'timeline.png'")
+
+
 def save_reports(reports: Mapping[str, Report], path: str | Path) -> None:
     """Draw rank 0's median step of each report into one file: a lane for computation, communication and stages each.
 
@@ -326,9 +333,9 @@ def save_reports(reports: Mapping[str, Report], path: str | Path) -> None:
         path: ends in ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
-        ConfigurationError: a report has no step, or matplotlib is missing.
+        ConfigurationError: a report has no step, ``path`` ends in something else, or matplotlib is missing.
     """
-    require_extra("timeline", "matplotlib")
+    check_picture(path)
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

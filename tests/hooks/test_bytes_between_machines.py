@@ -34,6 +34,7 @@ from overlap._torch.c10d import GroupChannel
 from overlap._torch.device import streams_replaced
 from overlap.hooks.engine import channels
 from overlap.hooks.wires import feedback
+from overlap.ranks import machines
 from overlap.ranks.machines import Levels
 
 from .one_stream import OneStream
@@ -124,8 +125,10 @@ def _of_32_ranks(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     """By chain, with a level for machines and without."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=MACHINES * RANKS)
-    machines = [list(range(first, first + RANKS)) for first in range(0, MACHINES * RANKS, RANKS)]
-    levels = Levels.of(machines, timeout=timedelta(seconds=60))
+    hosts = [list(range(first, first + RANKS)) for first in range(0, MACHINES * RANKS, RANKS)]
+    group = dist.group.WORLD
+    assert group is not None
+    levels = Levels.of(hosts, group, timeout=timedelta(seconds=60))
     found = {}
     with streams_replaced(OneStream()), mock.patch.object(channels, "GroupChannel", _Crossing):
         for name, made in CHAINS.items():
@@ -147,3 +150,14 @@ def test_a_machine_sends_the_bytes_that_the_page_says() -> None:
     assert found["AllReduce()"] == (1.0, 1.0)
     assert 4 * found["Quantize(Int8())"][0] < found["Quantize(Int8())"][1]
     assert _table(found) in PAGE.read_text(), f"write in {PAGE.name}:\n{_table(found)}"
+
+
+def _a_first_pass(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(_model())
+    chain(Quantize()).register(ddp)
+    with mock.patch.object(machines, "agree", side_effect=AssertionError("ranks wait for each other in backward")):
+        ddp(torch.ones(2, 64)).sum().backward()
+
+
+def test_host_names_are_compared_where_the_chain_is_registered() -> None:
+    run_ranks(_a_first_pass, 2)

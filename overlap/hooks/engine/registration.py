@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import warnings
 import weakref
@@ -33,6 +34,7 @@ from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime, shares_of
 from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.board import Agreement, explain
+from overlap.ranks.machines import note_hosts
 
 _ONE_BACKWARD = (
     "The chain updates parameters in backward, in place, so a graph serves one backward. For a second one through it "
@@ -341,9 +343,9 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
         {f"the list of parameters of {update!r}": f"{_listed(named)}, digest {digest(named)}", **update.settings}
         for update, named in shares_of(runtime.updates, names)
     ]
-    described = agreement.agree([f"{runtime.stage.signature} for {layout}", settings])
-    first, of_first = described[0]
-    for rank, (signature, of_rank) in enumerate(described):
+    described = agreement.agree([f"{runtime.stage.signature} for {layout}", settings, socket.gethostname()])
+    first, of_first, _ = described[0]
+    for rank, (signature, of_rank, _) in enumerate(described):
         if signature != first:
             raise CollectiveError(
                 f"rank {rank} registers {signature}, but rank 0 registers {first}; every rank must run the same "
@@ -356,6 +358,7 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
                         f"{name} is {here.get(name)} on rank {rank}, but {there.get(name)} on rank 0, so the ranks' "
                         "parameters would part: make the optimizer with the same arguments on every rank"
                     )
+    note_hosts(runtime.context.group, [host for _, _, host in described])
 
 
 def _divided(runtime: Runtime) -> str:

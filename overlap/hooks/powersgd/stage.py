@@ -22,6 +22,12 @@ __all__ = ["PowerSGD"]
 # torch does not add in narrower ones.
 _ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+# PyTorch's arguments of PowerSGDState, beside its process group and those with names of PowerSGD's.
+_OF_STATE = frozenset({
+    "matrix_approximation_rank", "start_powerSGD_iter", "use_error_feedback", "orthogonalization_epsilon",
+    "random_seed", "compression_stats_logging_frequency", "batch_tensors_with_same_shape",
+})  # fmt: skip
+
 
 class PowerSGD(Stage):
     """The mean of the gradients over ranks, approximately: sent as factors of low rank, 10 to 200 times smaller.
@@ -77,11 +83,12 @@ class PowerSGD(Stage):
         **unknown: Any,
     ) -> None:
         if unknown:
-            given = ", ".join(["None", *(f"{name}={told(value)}" for name, value in unknown.items())])
-            raise ArgumentTypeError(
-                f"PowerSGD has no argument {' and '.join(unknown)}. PyTorch's arguments are those of PowerSGDState: "
-                f"overlap.register(ddp, overlap.powerSGD_hook, overlap.PowerSGDState({given}))"
+            given = [f"{name}={told(value)}" for name, value in unknown.items() if name in _OF_STATE]
+            remedy = (
+                ". PyTorch's arguments are those of PowerSGDState: overlap.register(ddp, overlap.powerSGD_hook, "
+                f"overlap.PowerSGDState({', '.join(['None', *given])}))"
             )
+            raise ArgumentTypeError(f"PowerSGD has no argument {' and '.join(unknown)}{remedy if given else ''}")
         self.rank = check_whole_number("rank", rank, least=1)
         self.start_step = check_whole_number("start_step", start_step, least=0)
         self.min_compression_rate = min_compression_rate

@@ -29,6 +29,7 @@ from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.averager import Averager, MakeOptimizer, Period
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
+from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
 from overlap.optim.stepper import Verdict
 from overlap.optim.update import check_unscaled, without_adding_up
@@ -37,7 +38,7 @@ __all__ = ["LocalSGD"]
 
 _KEY = "local_sgd"
 
-_FORM = Form("local.step()", "LocalSGD without update", is_deferred=True)
+_FORM = Form("local.step()", "LocalSGD", is_deferred=True)
 
 
 class LocalSGD(AveragingOptimizer, Joinable):
@@ -105,6 +106,11 @@ class LocalSGD(AveragingOptimizer, Joinable):
         transforms: Sequence[Stage | Callable[..., Any]] = (),
     ) -> None:
         ddp = check_ddp(ddp)
+        if isinstance(optimizer, OverlappedOptimizer):
+            raise ConfigurationError(
+                "LocalSGD updates in its own step(), and this OverlappedOptimizer in a stage: use "
+                "LocalSGD(ddp, optimizer) with the plain optimizer"
+            )
         super().__init__(optimizer)
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = ddp.process_group

@@ -200,7 +200,7 @@ def _make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int
     for period, size in sizes.items():
         if size < len(ranks):
             members = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-            made[period] = own_subgroup(members, timeout=timeout)
+            made[period] = own_subgroup(members, group, timeout=timeout)
     return made
 
 

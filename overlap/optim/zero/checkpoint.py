@@ -279,7 +279,8 @@ class ShardedState:
                 raise ConfigurationError(
                     f"{shard.name}: its shape in the checkpoint is {shape}, here {list(shard.parameter.shape)}"
                 )
-            if list(strides) != list(shard.parameter.stride()):
+            here = zip(shape, strides, shard.parameter.stride(), strict=True)
+            if any(length != 1 and there != own for length, there, own in here):
                 raise ConfigurationError(
                     f"{shard.name}: its strides in the checkpoint are {strides}, here "
                     f"{shard.parameter.stride()}: bring the model into that memory format, or load a consolidated "

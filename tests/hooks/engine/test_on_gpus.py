@@ -29,8 +29,8 @@ def test_groups_of_the_librarys_own_get_streams_of_high_priority_on_nccl(monkeyp
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     for backends, is_high in (("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False)):
-        monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
-        own_subgroup([[0]], timeout=timedelta(seconds=7))
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
+        own_subgroup([[0]], mock.Mock(), timeout=timedelta(seconds=7))
         options = asked.call_args.kwargs["pg_options"]
         assert options == (
             SimpleNamespace(is_high_priority_stream=True, _timeout=timedelta(seconds=7)) if is_high else None
