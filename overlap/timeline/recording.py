@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -401,8 +401,12 @@ def _watching(ddp: DistributedDataParallel, recorder: Recorder) -> Iterator[None
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, (Mapping, list, tuple)):
-        for value in output.values() if isinstance(output, Mapping) else output:
+    elif isinstance(output, Mapping):
+        output = list(output.values())
+    elif is_dataclass(output):
+        output = [getattr(output, entry.name) for entry in fields(output)]
+    if isinstance(output, list | tuple):
+        for value in output:
             yield from _tensors(value)
 
 

@@ -38,7 +38,7 @@ class Memory(StageMemory):
         self.left: dict[str, Tensor] = {}
         """Mean left factors ``(rank, rows)`` of the last pass, the same on every rank."""
         self.right: dict[str, Tensor] = {}
-        """Mean right factors ``(rank, cols)``, with columns in the order of the gradient's shape. A parameter has one
+        """Mean right factors ``(rank, cols)``, with columns in the order of the gradient's memory. A parameter has one
         of the two: only where factors alternate is it ever the left one."""
         self.steps = 0
         """Backward passes begun."""
