@@ -12,7 +12,8 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
-overlap.chain(overlap.Quantize(overlap.Int8())).register(ddp)  # the only new line: gradients are sent in 8 bits
+# The only new line: gradients are sent in 8 bits.
+overlap.chain(overlap.Quantize(overlap.Int8())).register(ddp)
 
 for step in range(100):
     x = torch.randn(32, 64)
