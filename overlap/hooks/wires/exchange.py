@@ -7,7 +7,7 @@ quantized collectives use the first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +20,7 @@ from overlap.hooks.collectives import all_gather, all_to_all, reduce_scatter
 from overlap.hooks.wires.codec import Codec, Wire
 from overlap.ranks.machines import Levels
 
-__all__ = ["QuantizedSum", "sum_in_order", "swap"]
-
-
-async def swap(
-    sent: Sequence[Tensor], received: Sequence[Tensor] | Tensor, *, group: dist.ProcessGroup, label: str
-) -> None:
-    """As :func:`all_to_all`."""
-    await all_to_all(list(received), sent, group=group, label=label)
+__all__ = ["QuantizedSum", "sum_in_order"]
 
 
 def sum_in_order(codec: Codec, own: Tensor, received: Tensor, rank: int) -> Tensor:

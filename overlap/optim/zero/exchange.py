@@ -40,10 +40,10 @@ from torch import Tensor
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import add_all, all_finite, copy_all, subtract_all
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
-from overlap.hooks.collectives import add_messages
+from overlap.hooks.collectives import add_messages, all_to_all
 from overlap.hooks.engine.wavefront import Item
 from overlap.hooks.wires import ErrorFeedback, Wire
-from overlap.hooks.wires.exchange import sum_in_order, swap
+from overlap.hooks.wires.exchange import sum_in_order
 from overlap.hooks.wires.feedback import StageMemory
 from overlap.optim.zero.shards import BucketShards, Shard, shards_of_bucket
 
@@ -204,7 +204,7 @@ class Exchange:
             encode = codec.encode_rows if self._feedback is None else codec.subtract_rows
             encode(_rows(packed, numels, alike), _rows(sent, lengths, alike), generator)
         received = torch.empty(len(numels), lengths[rank], dtype=torch.uint8, device=packed.device)
-        await swap(sent.split_with_sizes(lengths), received.unbind(), group=group, label="reduce_scatter")
+        await all_to_all(received.unbind(), sent.split_with_sizes(lengths), group=group, label="reduce_scatter")
         own = packed[shards.segments[rank]]
         own.copy_(sum_in_order(codecs[rank], own, received, rank))
 
@@ -224,7 +224,7 @@ class Exchange:
         if self._is_collective(shards):
             await all_gather(messages, of_rank[rank], group=group)
         else:
-            await swap([of_rank[rank]] * len(numels), of_rank, group=group, label="all_gather")
+            await all_to_all(of_rank, [of_rank[rank]] * len(numels), group=group, label="all_gather")
         for alike in _alike(shards, shards.ranks):
             codecs[alike.start].decode_rows(_rows(messages, lengths, alike), _rows(packed, numels, alike))
         add_all(shards.parameter_pieces, pieces)
