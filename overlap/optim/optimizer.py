@@ -32,7 +32,13 @@ from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, P
 from overlap.optim.stepper import StepGuard, SubsetStepper, Verdict, check_optimizer, grads_replaced, step_whole
 from overlap.optim.update import Update
 
-__all__ = ["LoopOptimizer", "OptimizerProxy", "OverlappedOptimizer"]
+__all__ = ["LoopOptimizer", "OptimizerProxy", "OverlappedOptimizer", "evaluated"]
+
+
+def evaluated(closure: Callable[[], Any]) -> Any:
+    """The result of the closure of a ``step()``, whose caller may be under ``no_grad``."""
+    with torch.enable_grad():
+        return closure()
 
 
 class LoopOptimizer(Optimizer, Joinable):
@@ -101,10 +107,7 @@ class LoopOptimizer(Optimizer, Joinable):
             UnsupportedError: a CUDA graph is being captured.
         """
         refuse_capture(f"{type(self).__name__}.step()", "call it outside of the capture")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluated(closure)
         refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in self.updates))
         Join.notify_join_context(self)
         with refusals_told(update.lifecycle for update in self.updates):

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,7 +13,7 @@ from overlap._checks import described, refuse_capture
 from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped, without_init
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.optimizer import OptimizerProxy
+from overlap.optim.optimizer import OptimizerProxy, evaluated
 from overlap.optim.stepper import Verdict, check_optimizer
 
 __all__ = ["AveragingOptimizer", "SeveralOptimizers"]
@@ -117,10 +116,7 @@ class AveragingOptimizer(OptimizerProxy):
             UnsupportedError: a CUDA graph is being captured.
         """
         refuse_capture(f"{type(self).__name__}.step()", "call it outside of the capture")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluated(closure)
         self._step_and_average()
         return loss
 
