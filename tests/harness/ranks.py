@@ -67,7 +67,8 @@ def run_ranks(
     is raised: every rank is waited for, and the result of one that failed is its exception (`RankDied` for a
     death, `RankHung` for a hang).
     """
-    start_server()
+    if "nccl" not in str(backend):
+        start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         shared = {
             "world_size": world_size,
@@ -108,7 +109,8 @@ class _Rank:
 
     @classmethod
     def start(cls, spec: RankSpec) -> _Rank:
-        context = multiprocessing.get_context("forkserver")
+        # CUDA does not survive a fork, even of a process that has only counted its GPUs.
+        context = multiprocessing.get_context("spawn" if "nccl" in str(spec.backend) else "forkserver")
         ours, theirs = context.Pipe()
         process = context.Process(target=rank_main, args=(spec, theirs), name=f"rank{spec.rank}", daemon=True)
         process.start()
