@@ -4,8 +4,8 @@
 
 One GPU is a world of one rank, whose collectives cost their launches alone. A cell is a model, a batch, a bucket size
 and a way to train: steps to warm up, some in a row for the step's time, and a few alone, in which the host's time is
-that until `step()` returns, and of which one is profiled for the launches. Times and memory are of the worst rank.
-The cells follow by importance until the time is over; the file is written after each.
+that until `step()` returns, and of which one is profiled for the launches. Times, and memory after the warm-up, are of
+the worst rank. The cells follow by importance until the time is over; the file is written after each.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ def measure(cell: Cell, device: torch.device) -> None:
     torch.manual_seed(0)
     with device:
         model = workload.make_model()
-    meter = MemoryMeter(device)
     recipe = ROWS[cell.row]
     if recipe is None:
         wrapped: nn.Module = _fully_sharded(model)
@@ -110,6 +109,7 @@ def measure(cell: Cell, device: torch.device) -> None:
 
     try:
         repeat(warm_up)
+        meter = MemoryMeter(device)
         in_row_s = _timed(lambda: repeat(in_row), device)[1]
         alone_s = [_timed(step, device)[0] for _ in range(alone)]
         cell.launches = _launches(step, device)
@@ -127,6 +127,7 @@ def _fully_sharded(model: nn.Module) -> nn.Module:
     has_norm = any(isinstance(one, nn.BatchNorm1d | nn.BatchNorm2d) for one in model.modules())
     dtype = torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=None if has_norm else dtype, reduce_dtype=dtype)
+    model.to(memory_format=torch.contiguous_format)  # It takes no others.
     for module in (*getattr(model, "blocks", ()), model):
         fully_shard(module, reshard_after_forward=False, mp_policy=policy)
     return model

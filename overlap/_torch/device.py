@@ -17,24 +17,23 @@ from torch import Tensor
 
 
 class DeviceStreams:
-    """Streams, events and what goes with them, as PyTorch has them. Streams and events are PyTorch's own objects."""
+    """Streams, events and what goes with them, as PyTorch has them for every accelerator: those of ``torch.cuda`` take
+    the host several times as long."""
 
     def has_streams(self, device: torch.device) -> bool:
         return device.type != "cpu"  # Those of "meta" tensors are never needed, but no value of one can be read.
 
     def new_stream(self, device: torch.device, *, priority: int = 0) -> Any:
-        return torch.get_device_module(device).Stream(device=device, priority=priority)
+        return torch.Stream(device=device, priority=priority)
 
     def current_stream(self, device: torch.device) -> Any:
-        return torch.get_device_module(device).current_stream(device)
+        return torch.accelerator.current_stream(device)
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
-        return context
+        return _OnStream(stream)
 
     def new_event(self, device: torch.device, *, is_timed: bool) -> Any:
-        module = torch.get_device_module(device)
-        return module.Event(enable_timing=True) if is_timed else module.Event()
+        return torch.Event(device, enable_timing=is_timed)
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
@@ -63,6 +62,20 @@ class DeviceStreams:
 
     def synchronize(self, device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
+
+
+class _OnStream:
+    """Makes ``stream`` the current one. (The context of a ``torch.Stream`` itself cannot be entered twice.)"""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
 
 
 def has_stream_api(device: torch.device) -> bool:

@@ -58,7 +58,7 @@ _LARGE_NUMEL = 64 * 1024
 _ROW_BYTES = 2**19
 _LEAST_BYTES = 2**20
 # Networks of accelerators are a hundred times as fast, and a launch of theirs takes as long as a message of a CPU.
-_LEAST_BYTES_ON_STREAMS = 2**24
+_LEAST_BYTES_ON_STREAMS = 2**26
 # Of DDP's buckets by default; on accelerators they are often given more.
 _AT_ONCE_BYTES = 25 * 2**20
 _AT_ONCE_BYTES_ON_STREAMS = 2**28
