@@ -137,28 +137,29 @@ def _peak_bytes(model: nn.Module, optimizer: Any, device: torch.device, batch: i
 
 
 def _updates_add_little(scenario: Scenario, rank: int, device: torch.device) -> None:
-    """An update in backward takes at most a few buckets more than plain DDP, and most gradients less where it releases
-    them; a sharded one half of the state less."""
-    peaks = {}
-    for name in ("plain DDP", "Step", "Step, deferred", "Step, released", "ZeroStep"):
-        ddp = DistributedDataParallel(_layers(device), bucket_cap_mb=4, gradient_as_bucket_view=True)
-        parameter_bytes = sum(parameter.nbytes for parameter in ddp.parameters())
-        optimizer: Any = torch.optim.AdamW(ddp.parameters(), fused=True)
-        if name == "ZeroStep":
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, fused=True)
-            chain(ZeroStep(optimizer)).register(ddp)
-        elif name != "plain DDP":
-            optimizer = OverlappedOptimizer(optimizer)
-            step = Step(optimizer, deferred="deferred" in name, release_gradients="released" in name)
-            chain(AllReduce(), step).register(ddp)
-        peaks[name] = _peak_bytes(ddp, optimizer, device, 16)
-        del ddp, optimizer
+    """Beside plain DDP, an update in backward takes a few buckets more at most; where it releases gradients, all of
+    them less; and a sharded one half of the state less. The peak is where the activations are: in backward."""
+    batch = 2048 if device.type == "cuda" else 16
+    names = ("plain DDP", "Step", "Step, deferred", "Step, released", "ZeroStep")
+    peaks = {name: _peak_of(name, device, batch) for name in names}
     if device.type == "cuda":
+        parameter_bytes = 4 * _LAYERS * _WIDTH * (_WIDTH + 1)
         assert max(peaks["Step"], peaks["Step, deferred"]) <= peaks["plain DDP"] + parameter_bytes // 2, peaks
-        # Of the gradients two buckets of eight are there at once.
-        assert peaks["Step, released"] <= peaks["plain DDP"] - parameter_bytes // 2, peaks
-        # Half of two moments is a whole copy of the parameters; its chunks of gradients and of new parameters cost.
-        assert peaks["ZeroStep"] <= peaks["plain DDP"] - parameter_bytes // 4, peaks
+        assert peaks["Step, released"] <= peaks["plain DDP"] - 0.9 * parameter_bytes, peaks
+        assert peaks["ZeroStep"] <= peaks["plain DDP"] - 0.9 * parameter_bytes, peaks
+
+
+def _peak_of(name: str, device: torch.device, batch: int) -> int:
+    ddp = DistributedDataParallel(_layers(device), bucket_cap_mb=4, gradient_as_bucket_view=True)
+    optimizer: Any = torch.optim.AdamW(ddp.parameters(), fused=True)
+    if name == "ZeroStep":
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, fused=True)
+        chain(ZeroStep(optimizer)).register(ddp)
+    elif name != "plain DDP":
+        optimizer = OverlappedOptimizer(optimizer)
+        step = Step(optimizer, deferred="deferred" in name, release_gradients="released" in name)
+        chain(AllReduce(), step).register(ddp)
+    return _peak_bytes(ddp, optimizer, device, batch)
 
 
 def _offloaded(scenario: Scenario, rank: int, device: torch.device) -> None:
