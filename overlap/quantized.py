@@ -335,7 +335,7 @@ class _Exchange:
         # A sum over a machine may be too large for a wire that takes each rank's values.
         is_bounded = self.wire.largest < torch.finfo(torch.float32).max
         levels = None if is_bounded else levels_of(self.group, tensor.device)
-        summed = QuantizedSum.of(total.numel(), wire=self.wire, generator=generator, group=self.group, levels=levels)
+        summed = QuantizedSum(total.numel(), wire=self.wire, generator=generator, group=self.group, levels=levels)
         await summed(total, out=total)
         self._write(total, tensor, op)
 

@@ -24,9 +24,9 @@ MOST_A_BUCKET = {
     "ZeroStep, 64 ranks": 9,
     "ZeroStep, in forward": 9,
     "PowerSGD(rank=4)": 62,
-    "Quantize(Int8()), 8 ranks": 39,
-    "Quantize(Int8()), 64 ranks": 39,
-    "Quantize(Int4()), feedback": 81,
+    "Quantize(Int8()), 8 ranks": 19,
+    "Quantize(Int8()), 64 ranks": 19,
+    "Quantize(Int4()), feedback": 56,
 }
 # And so many in a step, however many buckets there are.
 MOST_A_STEP = {

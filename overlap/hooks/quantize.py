@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from overlap._checks import check_flag, told
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
@@ -61,6 +63,7 @@ class Quantize(Stage):
         self.wire = Int8() if wire is None else wire
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self._memory = StageMemory(self, error_feedback=error_feedback, wires=[self.wire])
+        self._exchanges: dict[tuple[dist.ProcessGroup, int], QuantizedSum] = {}
         self._is_attached = False
 
     def attach(self, context: StageContext) -> None:
@@ -73,6 +76,7 @@ class Quantize(Stage):
 
     def detach(self) -> None:
         self._memory.detach()
+        self._exchanges.clear()
         self._is_attached = False
 
     def before_backward(self, *, is_replay: bool) -> None:
@@ -92,27 +96,35 @@ class Quantize(Stage):
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; use AllReduce()")
         if bucket.buffer.numel() == 0:
             return
+        numel, scale, exchange = bucket.buffer.numel(), 1 / bucket.divisor, self._exchange_of(bucket)
         # As in DDP, each rank divides before the sum.
-        mean = bucket.buffer.float().mul_(1 / bucket.divisor)
         if (feedback := self._memory.feedback) is None:
-            await self._sum(bucket, mean, out=mean)
-            bucket.buffer.copy_(mean)
+            values = bucket.buffer.float().mul_(scale)
+            await exchange(values, out=values)
+            if values is not bucket.buffer:
+                bucket.buffer.copy_(values)
             return
-        own = bucket.with_buffer(mean.clone())
+        values = pad(bucket.buffer.float(), (0, exchange.padded_numel - numel)).mul_(scale)
+        own = bucket.with_buffer(values[:numel])
         feedback.add_to(own.names, own.gradients)
-        await self._sum(bucket, own.buffer, out=mean)
-        bucket.buffer.copy_(mean)
+        mean = bucket.buffer if bucket.buffer.dtype == values.dtype else torch.empty_like(own.buffer)
+        await exchange(values, out=mean)
+        if mean is not bucket.buffer:
+            bucket.buffer.copy_(mean)
         if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
             # What rounding the mean loses is not delivered either; each rank keeps its part of it.
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
         feedback.hold(own.names, own.gradients, bucket.buffer)
 
-    async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
-        """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
-        generator = self._memory.generator_for(self.wire, bucket.group.rank(), values.device)
-        group, levels = bucket.group, self._memory.levels_of(bucket.group)
-        exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=group, levels=levels)
-        await exchange(values, out=out)
+    def _exchange_of(self, bucket: Bucket) -> QuantizedSum:
+        """Made once for all buckets of a size."""
+        group, numel = bucket.group, bucket.buffer.numel()
+        if (exchange := self._exchanges.get((group, numel))) is None:
+            generator = self._memory.generator_for(self.wire, group.rank(), bucket.buffer.device)
+            exchange = self._exchanges[group, numel] = QuantizedSum(
+                numel, wire=self.wire, generator=generator, group=group, levels=self._memory.levels_of(group)
+            )
+        return exchange
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's state, empty before the first pass: ``error`` by parameter's name, the rounding's
@@ -127,6 +139,7 @@ class Quantize(Stage):
                 another number of ranks, see :meth:`redistribute`.
         """
         self._memory.load_state_dict(state_dict)
+        self._exchanges.clear()
 
     redistribute = staticmethod(redistribute)
 
@@ -163,7 +176,7 @@ class GatherQuantized(Stage):
         if buffer.numel() == 0:
             return
         codec = Affine8(self.chunk).codec(buffer.numel())
-        values = torch.nn.functional.pad(buffer.float(), (0, codec.numel - buffer.numel()))
+        values = pad(buffer.float(), (0, codec.numel - buffer.numel()))
         message = torch.empty(codec.message_bytes, dtype=torch.uint8, device=buffer.device)
         codec.encode(values, message)
         ranks = bucket.group.size()

@@ -115,10 +115,13 @@ MUTANTS: dict[str, Mutant] = {
         _FEEDBACK,
     ),
     "integers are off by half a step": Mutant(
-        "hooks/wires/formats.py", "out.copy_(payload)", "out.copy_(payload).add_(0.5)", _CODECS
+        "hooks/wires/formats.py",
+        "torch.mul(payload, step, out=out)",
+        "torch.mul(payload + 0.5, step, out=out)",
+        _CODECS,
     ),
     "values are scaled to half of the range": Mutant(
-        "hooks/wires/formats.py", "factor = (self.top / peak)", "factor = (self.top / (2 * peak))", _CODECS
+        "hooks/wires/formats.py", "self.pack(values / step", "self.pack(values / (2 * step)", _CODECS
     ),
     "values are rounded down": Mutant(
         "hooks/wires/formats.py", "return values.round_()", "return values.floor_()", _CODECS

@@ -276,7 +276,7 @@ class PowerIteration:
         bucket = self.bucket
         group, ranks = bucket.group, bucket.group.size()
         generator, levels = self.memory.generator_for(wire, group.rank(), flat.device), self.memory.levels_of(group)
-        quantized_sum = QuantizedSum.of(flat.numel(), wire=wire, generator=generator, group=group, levels=levels)
+        quantized_sum = QuantizedSum(flat.numel(), wire=wire, generator=generator, group=group, levels=levels)
         values = flat.mul(1 / bucket.divisor).float()
         errors, mean = values.clone(), torch.empty_like(values)
         await quantized_sum(errors, out=mean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,6 @@ __all__ = ["Codec", "Field", "RoundingWire", "Wire"]
 
 # Values at a time on a CPU, so that they stay in the cache between two passes over them.
 _BLOCK_NUMEL = 256 * 1024
-# As many rows as there are; twice that still fits 64 bits.
-_EVERYTHING = 2**60
 
 
 class Field(NamedTuple):
@@ -41,7 +40,7 @@ class Codec(ABC):
 
     Rows of values are fp32, messages uint8. Rows may be shorter than ``numel``, all of them alike: zeros follow, which
     are sent, but not stored. All rows are encoded or decoded at once if the device has streams; on a CPU as many as
-    stay in the cache.
+    stay in the cache. A codec may keep constants on the device, so each user makes its own.
     """
 
     chunks: int
@@ -63,12 +62,12 @@ class Codec(ABC):
     def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
         """Decode ``fields`` to ``out``, both as for :meth:`write`."""
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Values of a message, padding included."""
         return self.chunks * self.chunk_numel
 
-    @property
+    @functools.cached_property
     def message_bytes(self) -> int:
         """A multiple of 16, so that messages can follow each other; 0 for no values."""
         return round_up(self.chunks * sum(field.dtype.itemsize * field.numel for field in self.fields))
@@ -124,7 +123,7 @@ class Codec(ABC):
         chunks are copied, of several short rows all chunks; ``changes``: the caller writes to them, so they are copied
         back.
         """
-        count = len(messages)
+        count, given = len(messages), values.size(-1)
         if self.chunks == 0 or count == 0:
             return
         fields, start = [], 0
@@ -132,33 +131,32 @@ class Codec(ABC):
             end = start + self.chunks * numel * dtype.itemsize
             fields.append(messages[:, start:end].view(dtype).view(count, self.chunks, numel))
             start = end
-        given = values.size(-1)
         # Where kernels are launched, one copy costs less than to launch them twice.
         is_in_place = given == self.numel or (len(values) == 1 and not has_streams(values.device))
         whole = given // self.chunk_numel if is_in_place else 0
+        if whole == self.chunks:
+            yield from self._cut(values, fields)
+            return
         head, tail = values.split_with_sizes([whole * self.chunk_numel, given - whole * self.chunk_numel], dim=-1)
         if whole:
             yield from self._cut(head, [field[:, :whole] for field in fields])
-        if whole < self.chunks:
-            rest = pad(tail, (0, (self.chunks - whole) * self.chunk_numel - tail.size(-1)))
-            yield from self._cut(rest, [field[:, whole:] for field in fields])
-            if changes:
-                tail.copy_(rest[:, : tail.size(-1)])
+        rest = pad(tail, (0, (self.chunks - whole) * self.chunk_numel - tail.size(-1)))
+        yield from self._cut(rest, [field[:, whole:] for field in fields])
+        if changes:
+            tail.copy_(rest[:, : tail.size(-1)])
 
     def _cut(self, values: Tensor, fields: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
         """As :meth:`_blocks`, of whole chunks: several messages, or a part of one."""
         count, chunks, _ = fields[0].shape
-        views = [values.expand(count, -1).view(count, chunks, self.chunk_numel), *fields]
-        messages_at_once = _at_once(self.numel, values.device)
-        chunks_at_once = _at_once(self.chunk_numel, values.device)
-        for some in zip(*(view.split(messages_at_once) for view in views), strict=True):
-            for block, *fields in zip(*(view.split(chunks_at_once, dim=1) for view in some), strict=True):
-                yield block, tuple(fields)
-
-
-def _at_once(numel: int, device: torch.device) -> int:
-    """How many rows of ``numel`` values to process at once."""
-    return _EVERYTHING if has_streams(device) else max(1, _BLOCK_NUMEL // numel)
+        block = values.expand(count, -1).view(count, chunks, self.chunk_numel)
+        if has_streams(values.device):
+            yield block, tuple(fields)
+            return
+        messages_at_once = max(1, _BLOCK_NUMEL // self.numel)
+        chunks_at_once = max(1, _BLOCK_NUMEL // self.chunk_numel)
+        for some in zip(*(view.split(messages_at_once) for view in (block, *fields)), strict=True):
+            for part, *of_part in zip(*(view.split(chunks_at_once, dim=1) for view in some), strict=True):
+                yield part, tuple(of_part)
 
 
 class Wire(ABC):

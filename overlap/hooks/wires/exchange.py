@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -41,9 +40,8 @@ def sum_in_order(codec: Codec, own: Tensor, received: Tensor, rank: int) -> Tens
     return total
 
 
-@dataclass(frozen=True)
 class QuantizedSum:
-    """Sums values over the ranks of ``group``, with traffic that does not grow with their number.
+    """Sums ``numel`` values over the ranks of ``group``, with traffic that does not grow with their number.
 
     Each rank owns an equal part of the values. It sends each other rank that rank's part, quantized, sums in fp32 the
     messages for its own part, quantizes the sum, and the sums are gathered. A rank sends as many values as in an
@@ -54,35 +52,40 @@ class QuantizedSum:
     machines, and the sums are gathered within each machine in fp32. So each value is encoded once a machine, and a
     machine sends ``2 (M-1)/M`` encoded values to others, where all of its ranks by themselves would send ``L`` times as
     many.
+
+    Args:
+        numel: values on each rank.
+        wire: how they are sent.
+        generator: rounds stochastically.
+        group: of the ranks.
+        levels: the machines that they are on.
     """
 
-    codec: Codec
-    """Encodes one rank's part."""
-    generator: torch.Generator | None
-    """Rounds stochastically."""
-    group: dist.ProcessGroup
-    levels: Levels | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         numel: int,
         *,
         wire: Wire,
         generator: torch.Generator | None,
         group: dist.ProcessGroup,
         levels: Levels | None = None,
-    ) -> QuantizedSum:
-        """For ``numel`` values on each rank."""
-        return cls(wire.codec(math.ceil(numel / group.size())), generator, group, levels)
+    ) -> None:
+        self.codec = wire.codec(math.ceil(numel / group.size()))
+        """Encodes one rank's part."""
+        self.padded_numel = group.size() * self.codec.numel
+        """Values of all parts, padding included."""
+        self._generator = generator
+        self._group = group
+        self._levels = levels
 
     async def __call__(self, values: Tensor, *, out: Tensor) -> None:
         """Write the sum of ``values`` over ranks to ``out``, the same on all ranks bit for bit.
 
         Args:
-            values: this rank's summand, fp32 of shape ``(numel,)``; overwritten with the rounding errors that this rank
-                made, in its messages and in the sum of its own part. Their sum over ranks is the error of the result.
-            out: of the same shape; may be ``values`` itself, and then the rounding errors are not computed.
+            values: this rank's summand, fp32 of shape ``(numel,)``, or ``(padded_numel,)`` with zeros at its end, which
+                saves a copy; overwritten with the rounding errors that this rank made, in its messages and in the sum
+                of its own part. Their sum over ranks is the error of the result.
+            out: of shape ``(numel,)``; may be ``values`` itself, and then the rounding errors are not computed.
 
         One rank alone rounds nothing.
 
@@ -91,28 +94,30 @@ class QuantizedSum:
         all-gather of all values in fp32.
         """
         keeps_errors = out is not values
-        numel, ranks = values.numel(), self.group.size()
-        if ranks == 1 or numel == 0:
+        given, numel = values.numel(), out.numel()
+        if self._group.size() == 1 or numel == 0:
             if keeps_errors:
-                out.copy_(values)
+                out.copy_(values[:numel])
                 values.zero_()
             return
-        whole = ranks * self.codec.numel
         # One part may be short, which saves a copy, but none may be missing.
-        can_be_short = self.levels is None and not has_streams(values.device) and numel >= whole - self.codec.numel
-        if numel == whole or can_be_short:
-            await self._sum(values, out)
-            return
-        padded = pad(values, (0, whole - numel))
-        result = torch.empty_like(padded) if keeps_errors else padded
-        await self._sum(padded, result)
+        can_be_short = (
+            self._levels is None and not has_streams(values.device) and given >= self.padded_numel - self.codec.numel
+        )
+        is_whole = given == self.padded_numel or can_be_short
+        summand = values if is_whole else pad(values, (0, self.padded_numel - given))
+        result = summand
         if keeps_errors:
-            values.copy_(padded[:numel])
-        out.copy_(result[:numel])
+            result = out if numel == summand.numel() else torch.empty_like(summand)
+        await self._sum(summand, result)
+        if keeps_errors and not is_whole:
+            values.copy_(summand[:given])
+        if result is not out:
+            out.copy_(result[:numel])
 
     async def _sum(self, values: Tensor, out: Tensor) -> None:
-        if (levels := self.levels) is None:
-            await self._sum_over(self.group, values, out, keeps_errors=out is not values)
+        if (levels := self._levels) is None:
+            await self._sum_over(self._group, values, out, keeps_errors=out is not values)
             return
         ranks, rank = levels.inside.size(), levels.inside.rank()
         rows, results = values.view(ranks, -1), out.view(ranks, -1)
@@ -128,26 +133,26 @@ class QuantizedSum:
         codec, ranks, rank, device = self.codec, group.size(), group.rank(), values.device
         encode = codec.subtract_rows if keeps_errors else codec.encode_rows
         own = values[rank * codec.numel : (rank + 1) * codec.numel]
-        # Where there are streams all parts at once, this rank's, too; on a CPU nothing that is not sent. Starting with
-        # the next rank spreads the senders over the receivers.
-        is_at_once = has_streams(device)
-        others = [slice(0, ranks)] if is_at_once else [slice(rank + 1, ranks), slice(0, rank)]
-        exact = own.clone() if is_at_once and keeps_errors else own
         sent, received = torch.empty(2, ranks, codec.message_bytes, dtype=torch.uint8, device=device).unbind()
-        for some in others:
-            for parts, theirs in self._parts(values, some):
-                encode(parts, sent[theirs], self.generator)
-        await all_to_all(received.unbind(), sent.unbind(), group=group)
-        if is_at_once:
-            received[rank].copy_(sent[rank])
-            decoded = torch.empty(ranks, codec.numel, dtype=torch.float32, device=device)
-            codec.decode_rows(received, decoded)
-            decoded[rank] = exact
-            torch.sum(decoded, dim=0, out=own)
+        if has_streams(device):
+            # All parts are encoded at once, this rank's, too. Its own summand comes last.
+            summands = torch.empty(ranks, codec.numel, dtype=torch.float32, device=device)
+            summands[-1].copy_(own)
+            encode(values.view(ranks, -1), sent, self._generator)
+            rows = received.unbind()
+            await all_to_all([*rows[:rank], rows[-1], *rows[rank:-1]], sent.unbind(), group=group)
+            codec.decode_rows(received[:-1], summands[:-1])
+            torch.sum(summands, dim=0, out=own)
         else:
+            # Nothing that is not sent. Starting with the next rank spreads the senders over the receivers.
+            others = slice(rank + 1, ranks), slice(0, rank)
+            for some in others:
+                for parts, theirs in self._parts(values, some):
+                    encode(parts, sent[theirs], self._generator)
+            await all_to_all(received.unbind(), sent.unbind(), group=group)
             for some in others:
                 codec.add_rows(received[some], own)
-        encode(own[None], received[rank : rank + 1], self.generator)
+        encode(own[None], received[rank : rank + 1], self._generator)
         await all_gather(received.view(-1), received[rank], group=group)
         for parts, theirs in self._parts(out, slice(0, ranks)):
             codec.decode_rows(received[theirs], parts)

@@ -3,10 +3,10 @@
 [Note: chunks on a grid]
 
 The scheme of QSGD (Alistarh et al., 2017), with a chunk's largest magnitude in place of its norm: a value ``x`` of a
-chunk whose largest magnitude is ``peak`` becomes the number of a grid nearest to ``x * top / peak``, in ``-top ..
-top``, and is decoded as ``number * step``, where ``step`` is ``peak / top`` in fp32. Numbers of the grid times a step,
-zero among them, are decoded exactly; the largest values and constant chunks up to fp32's last place. If a chunk holds a
-value that is not finite, none of its decoded values is finite.
+chunk whose largest magnitude is ``peak`` becomes the number of a grid nearest to ``x / step``, in ``-top .. top``, and
+is decoded as ``number * step``, where ``step`` is ``peak / top`` in fp32. Numbers of the grid times a step, zero among
+them, are decoded exactly; the largest values and constant chunks up to fp32's last place, so that in 8 bits fp32's very
+largest number becomes infinite. If a chunk holds a value that is not finite, none of its decoded values is finite.
 
 [Note: the noise of stochastic rounding]
 
@@ -18,6 +18,7 @@ half: a whole number is unchanged.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from overlap._checks import as_number, told
+from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires.codec import Codec, Field, RoundingWire, Wire
 
@@ -208,8 +210,8 @@ class ChunkCodec(Codec):
         """
 
     @abstractmethod
-    def unpack(self, payload: Tensor, out: Tensor) -> None:
-        """Write the numbers of ``payload`` to ``out``, fp32 of shape ``(..., chunk_numel)``."""
+    def unpack(self, payload: Tensor, step: Tensor, out: Tensor) -> None:
+        """Write the numbers of ``payload`` times ``step`` to ``out``, fp32 of shape ``(..., chunk_numel)``."""
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -217,20 +219,25 @@ class ChunkCodec(Codec):
 
     def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
         step, payload = fields
-        scratch = values.abs()
-        peak = scratch.amax(dim=-1, keepdim=True)
-        # Divided by a tensor: by a number, some devices multiply by its inverse, which rounds twice.
-        torch.div(peak, peak.new_full((), self.top), out=step)
-        # If the step were rounded up, the largest numbers would be decoded as infinity.
-        step.view(torch.int32).add_(step * self.top > peak, alpha=-1)  # To the next smaller number.
-        # A peak of zero, or of a denormal number, must not give an infinite factor.
-        factor = (self.top / peak).clamp_(max=torch.finfo(torch.float32).max)
-        self.pack(torch.mul(values, factor, out=scratch), payload, generator)
+        if has_streams(values.device):
+            peak = torch.linalg.vector_norm(values, math.inf, dim=-1, keepdim=True)
+        else:  # There the norm takes ten times as long.
+            peak = values.abs().amax(dim=-1, keepdim=True)
+        if (constants := self._constants.get(values.device)) is None:
+            constants = peak.new_full((), torch.finfo(torch.float32).tiny), peak.new_full((), self.top)
+            self._constants[values.device] = constants
+        # Divided by a tensor: by a number, some devices multiply by its inverse, which rounds twice. With the smallest
+        # normal number added, which changes no step above 4e-31, the step of zeros is not zero.
+        torch.addcdiv(constants[0], peak, constants[1], out=step)
+        self.pack(values / step, payload, generator)
 
     def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
         step, payload = fields
-        self.unpack(payload, out)
-        out.mul_(step)
+        self.unpack(payload, step, out)
+
+    @functools.cached_property
+    def _constants(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
 
 
 class _EightBits(ChunkCodec):
@@ -240,22 +247,24 @@ class _EightBits(ChunkCodec):
     def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         payload.copy_(_rounded(scaled, self.top, generator))
 
-    def unpack(self, payload: Tensor, out: Tensor) -> None:
-        out.copy_(payload)
+    def unpack(self, payload: Tensor, step: Tensor, out: Tensor) -> None:
+        torch.mul(payload, step, out=out)
 
 
 class _FourBits(ChunkCodec):
+    """A byte is ``low + 16 * high``, of a number of the chunk's first half and one of its second."""
+
     bits = 4
     top = 7
 
     def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
-        low, high = _rounded(scaled, self.top, generator).to(torch.int8).chunk(2, dim=-1)
-        torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=payload)
+        low, high = _rounded(scaled, self.top, generator).chunk(2, dim=-1)
+        payload.copy_(low.add_(high, alpha=16))
 
-    def unpack(self, payload: Tensor, out: Tensor) -> None:
+    def unpack(self, payload: Tensor, step: Tensor, out: Tensor) -> None:
         low, high = out.chunk(2, dim=-1)
-        low.copy_((payload << 4).bitwise_right_shift_(4))
-        high.copy_(payload >> 4)
+        torch.mul((payload << 4).bitwise_right_shift_(4), step, out=low)
+        torch.mul((payload + 8).bitwise_right_shift_(4), step, out=high)
 
 
 class _E4M3(ChunkCodec):
@@ -264,14 +273,14 @@ class _E4M3(ChunkCodec):
 
     def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         if generator is not None:
-            # The product with top / peak can be a little larger than top, and would be rounded up.
+            # The quotient can be a little larger than top, and would be rounded up.
             scaled.clamp_(-self.top, self.top)
         cast(scaled, payload.view(torch.float8_e4m3fn), generator)
 
-    def unpack(self, payload: Tensor, out: Tensor) -> None:
+    def unpack(self, payload: Tensor, step: Tensor, out: Tensor) -> None:
         # As the bits of a float16, whose exponents are larger by 8; converting float8 on a CPU takes ten times as long.
         halves = payload.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-        out.copy_(halves.view(torch.float16)).mul_(2.0**8)
+        out.copy_(halves.view(torch.float16)).mul_(2.0**8).mul_(step)
 
 
 def _rounded(values: Tensor, top: float, generator: torch.Generator | None) -> Tensor:

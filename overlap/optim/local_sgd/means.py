@@ -230,7 +230,7 @@ class WiredMean:
             feedback.add_to(names, views)
         total = torch.empty_like(change)
         generator = self.memory.generator_for(self.wire, group.rank(), flat.device)
-        await QuantizedSum.of(change.numel(), wire=self.wire, generator=generator, group=group)(change, out=total)
+        await QuantizedSum(change.numel(), wire=self.wire, generator=generator, group=group)(change, out=total)
         if feedback is not None:
             feedback.hold(names, views, total)
         flat.copy_(anchor.add_(total))

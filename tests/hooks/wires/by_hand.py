@@ -30,9 +30,8 @@ def received(wire: Wire, values: Tensor) -> Tensor:
         return torch.where(chunks.abs() >= smallest, chunks.bfloat16().float(), torch.tensor(0.0)).flatten()
     top = {Float8: 448, Int8: 127, Int4: 7}[type(wire)]
     peak = chunks.abs().amax(1, keepdim=True)
-    step = peak / top
-    step = torch.where(step * top > peak, torch.nextafter(step, torch.tensor(0.0)), step)
-    scaled = chunks * torch.where(peak > 0, top / peak, torch.tensor(0.0))
+    step = peak / top + torch.finfo(torch.float32).tiny
+    scaled = chunks / step
     numbers = scaled.to(torch.float8_e4m3fn).float() if isinstance(wire, Float8) else scaled.round()
     return (numbers * step).flatten()
 

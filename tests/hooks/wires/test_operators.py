@@ -118,7 +118,7 @@ def test_the_operators_of_a_sum_do_not_depend_on_the_number_of_ranks(
             values = torch.randn(numel)
             out = torch.empty(numel) if leaves_errors else values
             with _on(has_streams):
-                sum_over = QuantizedSum.of(numel, wire=wire, generator=_generator(wire), group=_group(size))
+                sum_over = QuantizedSum(numel, wire=wire, generator=_generator(wire), group=_group(size))
                 counts[size] = alone(sum_over(values, out=out))
         assert counts[8] <= counts[4] <= max(counts[3], counts[4]), counts
 
