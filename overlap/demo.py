@@ -1,7 +1,7 @@
 """`python -m overlap demo`: ResNet-18 on handwritten digits, trained by plain DDP and by a chain, and compared.
 
-From top to bottom: the options and the ranks that they start, the data, the two ways to train, the training, the
-comparison, and the report of rank 0. One file, since it is read as one script.
+From top to bottom: the options and the ranks that they start, the data, the two trainings, the comparison, and the
+report of rank 0. One file, since it is read as one script.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,10 +35,10 @@ from tqdm import tqdm
 from overlap import chain
 from overlap._checks import require_extra
 from overlap.errors import ConfigurationError
-from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
-from overlap.hooks.wires import Int4, Int8, TopK
-from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
-from overlap.timeline.recording import Clock, clock_for
+from overlap.hooks import AllReduce, Quantize, Stage
+from overlap.hooks.wires import Int4, Int8
+from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
+from overlap.timeline.recording import clock_for
 
 __all__ = [
     "CHAINS",
@@ -56,79 +56,45 @@ __all__ = [
 ]
 
 _RANKS = 2
+# On each rank.
+_BATCH_SIZE = 32
 CHAINS = {
     "step": "the update in backward",
     "zero": "the sharded update in backward",
-    "bf16": "gradients travel in bfloat16",
     "int8": "gradients travel in 8 bits",
     "int4": "gradients travel in 4 bits, with error feedback",
-    "topk": "1 % of the gradients travels, with error feedback",
-    "powersgd": "gradients travel as factors of rank 2",
-    "zero-int8": "the sharded update, gradients and parameters in 8 bits",
-    "zero-int4": "the sharded update, gradients in 4 bits and parameters in 8",
-    "local-sgd": "after the first epoch parameters are averaged every 8 steps",
-    "diloco": "the same, and an outer optimizer steps with the change",
-    "diloco-int4": "the same, and changes travel in 4 bits",
 }
-# Four fifths of the 1,797 digits.
-TRAIN_IMAGES = 1437
-# BatchNorm has nothing to normalize with less.
-_LEAST_BATCH = 2
-_CLASSES = 10
-# One split for every seed, so that the accuracies of runs can be compared.
-_SPLIT_SEED = 0
-_TEST_SHARE = 0.2
-_DARKEST = 16
-# With more ranks the order of summation is the backend's to choose.
-_EXACT_RANKS = 2
-_ACCURACY_SLACK = 0.01
+_EXACT = ("step", "zero")
+_REDUCERS: dict[str, Callable[[], Stage]] = {
+    "step": AllReduce,
+    "int8": lambda: Quantize(Int8()),
+    "int4": lambda: Quantize(Int4(), error_feedback=True),
+}
 _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 5e-4, "fused": True}),
     "adamw": (torch.optim.AdamW, {"lr": 2e-3, "weight_decay": 1e-2, "fused": True}),
 }
-# The part of a gradient that PowerSGD leaves out comes some steps later, and momentum multiplies it then: see
-# design/powersgd-early-loss.md. Without momentum a step is a tenth as long at the same rate.
-_WITHOUT_MOMENTUM = {"lr": 0.1, "momentum": 0.0}
-_REDUCERS: dict[str, Callable[[], Stage]] = {
-    "step": AllReduce,
-    "bf16": lambda: Cast(torch.bfloat16, AllReduce()),
-    "int8": lambda: Quantize(Int8()),
-    "int4": lambda: Quantize(Int4(), error_feedback=True),
-    "topk": lambda: Quantize(TopK(0.01), error_feedback=True),
-    "powersgd": lambda: PowerSGD(rank=2),
-}
-_SHARDED: dict[str, dict[str, Any]] = {
-    "zero": {},
-    "zero-int8": {"reduce_wire": Int8(), "gather_wire": Int8()},
-    "zero-int4": {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True},
-}
-_EXACT = ("step", "zero")
-_AVERAGED: dict[str, dict[str, Any]] = {
-    "local-sgd": {},
-    # DiLoCo's momentum of 0.9 is for hundreds of rounds; in the dozen of 5 epochs it overshoots.
-    "diloco": {"outer": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.5, nesterov=True)},
-}
-_AVERAGED["diloco-int4"] = _AVERAGED["diloco"] | {"wire": Int4(), "error_feedback": True}
-_PERIOD = 8
+# Four fifths of the 1,797 digits.
+TRAIN_IMAGES = 1437
+# With more ranks the order of summation is the backend's to choose.
+_EXACT_RANKS = 2
+_ACCURACY_SLACK = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options of one run, as given."""
 
-    optimizer: str = "sgd"
     # One of CHAINS.
     chain: str = "step"
+    optimizer: str = "sgd"
     epochs: int = 5
-    # On each rank.
-    batch_size: int = 32
     # Of the model's weights and of the order of the images.
     seed: int = 0
     # How many of the training images to use.
     images: int = TRAIN_IMAGES
     # Side of a square image, in pixels; the digits have 8.
     image_size: int = 32
-    device: str = "auto"
     output: Path = Path("overlap-demo")
 
     def steps_per_epoch(self, ranks: int) -> int:
@@ -137,35 +103,28 @@ class Settings:
         Raises:
             ConfigurationError: there is not one batch for every rank.
         """
-        if self.images < _LEAST_BATCH * ranks:
+        if self.images < _BATCH_SIZE * ranks:
             raise ConfigurationError(
-                f"{self.images} images are too few for {ranks} ranks: give --images {_LEAST_BATCH * ranks} or more"
+                f"{self.images} images are not a batch of {_BATCH_SIZE} on each of {ranks} ranks: give "
+                f"--images {_BATCH_SIZE * ranks} or more, or fewer --ranks"
             )
-        if self.images < self.batch_size * ranks:
-            raise ConfigurationError(
-                f"--batch-size {self.batch_size} on {ranks} ranks is more than the {self.images} images: "
-                f"give --batch-size {_LEAST_BATCH} to {self.images // ranks}"
-            )
-        return self.images // (self.batch_size * ranks)
+        return self.images // (_BATCH_SIZE * ranks)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `overlap demo`."""
-    default, suppress = Settings(), argparse.SUPPRESS
-    chains = "; ".join(f"{name}: {words}" for name, words in CHAINS.items()).replace("%", "%%")
+    default = Settings()
     add = parser.add_argument
     # No default that argparse knows: under torchrun the ranks are those that it started.
-    add("--ranks", type=_whole_number(1, 64), default=suppress,
+    add("--ranks", type=_whole_number(1, 64), default=argparse.SUPPRESS,
         help=f"processes to start (default: {_RANKS}, or torchrun's)")  # fmt: skip
-    add("--chain", choices=tuple(CHAINS), default=default.chain, help=chains)
+    add("--chain", choices=tuple(CHAINS), default=default.chain,
+        help="; ".join(f"{name}: {words}" for name, words in CHAINS.items()))  # fmt: skip
     add("--optimizer", choices=tuple(_OPTIMIZERS), default=default.optimizer, help="sgd is with momentum, adamw fused")
-    add("--epochs", type=_whole_number(1, 1000), default=default.epochs,
-        help="passes over the training images; powersgd with adamw needs 10, since gradients arrive late")  # fmt: skip
-    add("--batch-size", type=_whole_number(2, TRAIN_IMAGES), default=default.batch_size, help="images on each rank")
+    add("--epochs", type=_whole_number(1, 1000), default=default.epochs, help="passes over the training images")
     add("--seed", type=_whole_number(0, 2**31), default=default.seed, help="of the weights and the images' order")
     add("--images", type=_whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
     add("--image-size", type=_whole_number(8, 224), default=default.image_size, help="side in pixels")
-    add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")
     add("--output", type=Path, default=default.output, metavar="DIR", help="where loss.png is saved")
 
 
@@ -191,10 +150,16 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ConfigurationError(f"--ranks is {asked}, but the launcher started {launched}: leave it out")
     ranks = launched or asked or _RANKS
     settings.steps_per_epoch(ranks)  # Raises where there are too few images.
-    if launched:
-        return _run_rank(settings)
-    _check_machine(settings, ranks)
-    return _start(argv, ranks)
+    try:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot make the folder {settings.output}: {error.strerror}") from None
+    if not launched:
+        return _start(argv, ranks)
+    report = train_and_compare(settings, _join_group())
+    is_main = dist.get_rank() == 0
+    dist.destroy_process_group()
+    return present(report, settings) if is_main else 0
 
 
 def _start(argv: Sequence[str], ranks: int) -> int:
@@ -217,35 +182,10 @@ def _start(argv: Sequence[str], ranks: int) -> int:
     return 0
 
 
-def _check_machine(settings: Settings, ranks: int) -> None:
-    """Finds out before the training what would otherwise fail after it."""
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("--device is cuda, and torch sees no GPU: give cpu or auto")
-    if settings.device == "cuda" and torch.cuda.device_count() < ranks:
-        raise ConfigurationError(
-            f"--device is cuda, and torch sees {torch.cuda.device_count()} GPUs for {ranks} ranks: give --ranks "
-            f"{torch.cuda.device_count()}, or --device cpu"
-        )
-    try:
-        settings.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"cannot make the folder {settings.output}: {error.strerror}") from None
-
-
-def _run_rank(settings: Settings) -> int:
-    """Trains twice and returns the exit code: 0 if the two runs agree as far as they must."""
-    settings.output.mkdir(parents=True, exist_ok=True)
-    device = _join_group(settings.device)
-    report = train_and_compare(settings, device)
-    is_main = dist.get_rank() == 0
-    dist.destroy_process_group()
-    return present(report, settings) if is_main else 0
-
-
-def _join_group(device: str) -> torch.device:
+def _join_group() -> torch.device:
     """Joins the default process group, of NCCL where every rank of the machine has a GPU and of Gloo elsewhere."""
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device == "cpu" or torch.cuda.device_count() < local_ranks:
+    if torch.cuda.device_count() < local_ranks:
         dist.init_process_group("gloo")
         return torch.device("cpu")
     chosen = torch.device("cuda", local_rank)
@@ -254,46 +194,6 @@ def _join_group(device: str) -> torch.device:
     os.environ.setdefault("NCCL_ALGO", "^NVLS")
     dist.init_process_group("nccl", device_id=chosen)
     return chosen
-
-
-def train_and_compare(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """Trains both runs on every rank of the default group. Returns the results, which only rank 0 has whole."""
-    digits = load_digits(image_size=settings.image_size, images=settings.images, device=device)
-    runs = start_runs(settings, device)
-    ranks = dist.get_world_size()
-    if dist.get_rank() == 0:
-        print(_heading(settings, ranks, device))
-        for run in runs:
-            print(f"{run.name + ':':12}{run.recipe.description}", flush=True)
-    train(runs, digits, settings)
-    differences = _compare(*runs)
-    results: dict[str, Any] = {
-        run.name: {
-            "chain": run.recipe.description,
-            # DDP broadcasts the running statistics of rank 0, so its model is evaluated.
-            "accuracy": accuracy(run, digits) if dist.get_rank() == 0 else 0.0,
-            "step_ms": run.step_ms(),
-            "losses": _mean_losses(run),
-        }
-        for run in runs
-    }
-    must_be_equal = settings.chain in _EXACT and ranks <= _EXACT_RANKS
-    slack = results["overlapped"]["accuracy"] - results["plain"]["accuracy"]
-    results |= {
-        "largest_differences": differences,
-        "must_be_equal": must_be_equal,
-        "passed": not any(differences.values()) if must_be_equal else slack >= -_ACCURACY_SLACK,
-    }
-    return results
-
-
-def _heading(settings: Settings, ranks: int, device: torch.device) -> str:
-    size, steps = settings.image_size, settings.steps_per_epoch(ranks)
-    return (
-        f"ResNet-18 on {settings.images} handwritten digits of {size}x{size} pixels, optimizer {settings.optimizer}\n"
-        f"ranks: {ranks} on {device.type} ({dist.get_backend()}); epochs: {settings.epochs} of {steps} steps; "
-        f"batch: {settings.batch_size} images a rank"
-    )
 
 
 # The data: 1,797 handwritten digits of 8 x 8 pixels in 17 shades, which come with scikit-learn -----------------
@@ -314,21 +214,22 @@ def load_digits(*, image_size: int, images: int, device: torch.device) -> Digits
     from sklearn import datasets, model_selection
 
     pixels, labels = datasets.load_digits(return_X_y=True)
+    # One split for every seed, so that the accuracies of runs can be compared.
     train_pixels, test_pixels, train_labels, test_labels = model_selection.train_test_split(
-        pixels, labels, test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
+        pixels, labels, test_size=0.2, stratify=labels, random_state=0
     )
+
+    def enlarged(pixels: object) -> Tensor:
+        shades = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
+        large = interpolate(shades, size=(image_size, image_size), mode="bilinear", align_corners=False)
+        return large.repeat(1, 3, 1, 1).to(device)  # The model takes three colours.
+
     return Digits(
-        train_images=_enlarged(train_pixels[:images], image_size).to(device),
+        train_images=enlarged(train_pixels[:images]),
         train_labels=torch.as_tensor(train_labels[:images]).to(device),
-        test_images=_enlarged(test_pixels, image_size).to(device),
+        test_images=enlarged(test_pixels),
         test_labels=torch.as_tensor(test_labels).to(device),
     )
-
-
-def _enlarged(pixels: object, size: int) -> Tensor:
-    shades = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8)
-    enlarged = interpolate(shades / (_DARKEST / 2) - 1, size=(size, size), mode="bilinear", align_corners=False)
-    return enlarged.repeat(1, 3, 1, 1)  # The model takes three colours.
 
 
 def shard(
@@ -339,12 +240,6 @@ def shard(
     for start in range(0, len(order) - batch_size * ranks + 1, batch_size * ranks):
         own = order[start + rank * batch_size :][:batch_size].to(digits.train_labels.device)
         yield digits.train_images[own], digits.train_labels[own]
-
-
-def batches_of_epoch(digits: Digits, epoch: int, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return shard(digits, epoch=epoch, seed=settings.seed, rank=rank, ranks=ranks, batch_size=settings.batch_size)
 
 
 @cache
@@ -371,50 +266,7 @@ def _torchvision_operators() -> torch.library.Library:
     return torch.library.Library("torchvision", "DEF")
 
 
-# The two ways to train: the chain that is registered with DDP, and the optimizer that the loop steps ------------
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one of the two runs trains."""
-
-    # The work on a bucket: in words, or the chain's repr.
-    description: str
-    # The one that the training loop steps and the learning rate's schedule changes.
-    optimizer: Optimizer
-    # To be called on every rank when training is over.
-    finish: Callable[[], None] = lambda: None
-
-
-def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
-    """DDP reduces the gradients in its backward, then the optimizer steps."""
-    make, options = _OPTIMIZERS[settings.optimizer]
-    return Recipe("DDP, then the optimizer's step", make(ddp.parameters(), **options))
-
-
-def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
-    """The chain that the options ask for."""
-    make, options = _OPTIMIZERS[settings.optimizer]
-    name, description = settings.chain, ""
-    if name in _AVERAGED:
-        start_step = settings.steps_per_epoch(ddp.process_group.size())
-        local = LocalSGD(ddp, make(ddp.parameters(), **options), _PERIOD, start_step=start_step, **_AVERAGED[name])
-        return Recipe(repr(local), local, finish=local.synchronize)
-    if name in _SHARDED:
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), make, **options)
-        stages = chain(ZeroStep(zero, **_SHARDED[name]))
-        stages.register(ddp)
-        return Recipe(repr(stages), zero)
-    if name == "powersgd" and settings.optimizer == "sgd":
-        options = options | _WITHOUT_MOMENTUM
-        description = f", without momentum, learning rate {options['lr']}"
-    optimizer = OverlappedOptimizer(make(ddp.parameters(), **options))
-    stages = chain(_REDUCERS[name](), Step(optimizer))
-    stages.register(ddp)
-    return Recipe(repr(stages) + description, optimizer)
-
-
-# Training: in turns of an epoch, so that a change in the machine's load falls on both ---------------------------
+# The two trainings ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -422,21 +274,34 @@ class Run:
     """One of the two trainings, on one rank."""
 
     name: str
+    # The work on a bucket: in words, or the chain's repr.
+    chain: str
     ddp: DistributedDataParallel
-    recipe: Recipe
+    # The one that the training loop steps and the learning rate's schedule changes.
+    optimizer: Optimizer
     scheduler: LRScheduler
     # This rank's, of its own batch before the step.
     losses: list[Tensor] = field(default_factory=list)
-    # Of each epoch: a clock, and its marks at the start of every step and after the last.
-    marks: list[tuple[Clock, list[Any]]] = field(default_factory=list)
+    # From a step to the next, which counts everything that a step leaves running.
+    steps_ms: list[float] = field(default_factory=list)
 
-    def step_ms(self) -> float:
-        """The median time from a step to the next, which counts everything that a step leaves running."""
-        times_ms: list[float] = []
-        for clock, marks in self.marks:
-            clock.settle()
-            times_ms += [clock.elapsed_ms(before, after) for before, after in itertools.pairwise(marks)]
-        return statistics.median(times_ms)
+    def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]], progress: tqdm[None]) -> None:
+        """One pass over this rank's batches."""
+        clock = clock_for(next(self.ddp.parameters()).device)
+        marks: list[Any] = []
+        for images, labels in batches:
+            marks.append(clock.now())
+            self.optimizer.zero_grad()
+            loss = cross_entropy(self.ddp(images), labels)
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            # Left where it is: reading it here would wait for the GPU, averaging it for the other ranks.
+            self.losses.append(loss.detach())
+            progress.update()
+        marks.append(clock.now())
+        clock.settle()
+        self.steps_ms.extend(clock.elapsed_ms(before, after) for before, after in itertools.pairwise(marks))
 
 
 def start_runs(settings: Settings, device: torch.device) -> tuple[Run, Run]:
@@ -445,62 +310,70 @@ def start_runs(settings: Settings, device: torch.device) -> tuple[Run, Run]:
     # Convolutions that add in another order each time would differ between two plain runs, too.
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    model = load_torchvision().models.resnet18(num_classes=_CLASSES).to(device)
-    return (
-        start_run("plain", copy.deepcopy(model), plain, settings, device),
-        start_run("overlapped", model, overlapped, settings, device),
-    )
+    model = load_torchvision().models.resnet18(num_classes=10).to(device)
+    make, options = _OPTIMIZERS[settings.optimizer]
+
+    def start(name: str, overlapped: bool) -> Run:
+        ddp = DistributedDataParallel(copy.deepcopy(model), device_ids=[device] if device.type == "cuda" else None)
+        optimizer, description = make(ddp.parameters(), **options), "DDP, then the optimizer's step"
+        if overlapped:
+            if settings.chain == "zero":
+                optimizer = ZeroRedundancyOptimizer(ddp.parameters(), make, **options)
+                stages = chain(ZeroStep(optimizer))
+            else:
+                optimizer = OverlappedOptimizer(optimizer)
+                stages = chain(_REDUCERS[settings.chain](), Step(optimizer))
+            stages.register(ddp)
+            description = repr(stages)
+        steps = settings.epochs * settings.steps_per_epoch(dist.get_world_size())
+        schedule = OneCycleLR(optimizer, max_lr=options["lr"], total_steps=steps + 1, cycle_momentum=False)
+        return Run(name, description, ddp, optimizer, schedule)
+
+    return start("plain", False), start("overlapped", True)
 
 
-def start_run(
-    name: str,
-    model: nn.Module,
-    build: Callable[[DistributedDataParallel, Settings], Recipe],
-    settings: Settings,
-    device: torch.device,
-) -> Run:
-    """A training of ``model``, ready for its first step."""
-    ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    recipe = build(ddp, settings)
-    scheduler = OneCycleLR(
-        recipe.optimizer,
-        max_lr=recipe.optimizer.param_groups[0]["lr"],
-        total_steps=settings.epochs * settings.steps_per_epoch(dist.get_world_size()) + 1,
-        cycle_momentum=False,
-    )
-    return Run(name, ddp, recipe, scheduler)
-
-
-def train(runs: Sequence[Run], digits: Digits, settings: Settings) -> None:
-    """Trains every run on the same batches in the same order."""
-    steps = settings.epochs * settings.steps_per_epoch(dist.get_world_size()) * len(runs)
+def train_and_compare(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Trains both runs on every rank of the default group. Returns the results, which only rank 0 has whole."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    digits = load_digits(image_size=settings.image_size, images=settings.images, device=device)
+    runs, steps = start_runs(settings, device), settings.steps_per_epoch(ranks)
+    if rank == 0:
+        size = settings.image_size
+        print(
+            f"ResNet-18 on {settings.images} handwritten digits of {size}x{size} pixels, "
+            f"optimizer {settings.optimizer}\n"
+            f"ranks: {ranks} on {device.type} ({dist.get_backend()}); epochs: {settings.epochs} of {steps} steps; "
+            f"batch: {_BATCH_SIZE} images a rank"
+        )
+        for run in runs:
+            print(f"{run.name + ':':12}{run.chain}", flush=True)
     # A log file gets a line now and then, a terminal a bar that moves.
     interval_s = 0.2 if sys.stderr.isatty() else 15.0
-    with tqdm(total=steps, unit="step", disable=dist.get_rank() != 0, mininterval=interval_s) as progress:
-        for epoch in range(settings.epochs):
-            for run in runs:
-                progress.set_description(f"epoch {epoch + 1}/{settings.epochs}, {run.name:10}", refresh=False)
-                _train_epoch(run, batches_of_epoch(digits, epoch, settings), progress)
-    for run in runs:
-        run.recipe.finish()
-
-
-def _train_epoch(run: Run, batches: Iterable[tuple[Tensor, Tensor]], progress: tqdm[None]) -> None:
-    optimizer = run.recipe.optimizer
-    clock = clock_for(next(run.ddp.parameters()).device)
-    marks: list[Any] = []
-    run.marks.append((clock, marks))
-    for images, labels in batches:
-        marks.append(clock.now())
-        optimizer.zero_grad()
-        loss = cross_entropy(run.ddp(images), labels)
-        loss.backward()
-        optimizer.step()
-        run.scheduler.step()
-        # Left where it is: reading it here would wait for the GPU, averaging it for the other ranks.
-        run.losses.append(loss.detach())
-        progress.update()
-    marks.append(clock.now())
+    total = settings.epochs * steps * len(runs)
+    with tqdm(total=total, unit="step", disable=rank != 0, mininterval=interval_s) as progress:
+        # In turns of an epoch, so that a change in the machine's load falls on both.
+        for epoch, run in itertools.product(range(settings.epochs), runs):
+            progress.set_description(f"epoch {epoch + 1}/{settings.epochs}, {run.name:10}", refresh=False)
+            batches = shard(digits, epoch=epoch, seed=settings.seed, rank=rank, ranks=ranks, batch_size=_BATCH_SIZE)
+            run.train_epoch(batches, progress)
+    differences = _compare(*runs)
+    results: dict[str, Any] = {
+        run.name: {
+            "chain": run.chain,
+            # DDP broadcasts the running statistics of rank 0, so its model is evaluated.
+            "accuracy": accuracy(run, digits) if rank == 0 else 0.0,
+            "step_ms": statistics.median(run.steps_ms),
+            "losses": _mean_losses(run),
+        }
+        for run in runs
+    }
+    must_be_equal = settings.chain in _EXACT and ranks <= _EXACT_RANKS
+    slack = results["overlapped"]["accuracy"] - results["plain"]["accuracy"]
+    return results | {
+        "largest_differences": differences,
+        "must_be_equal": must_be_equal,
+        "passed": not any(differences.values()) if must_be_equal else slack >= -_ACCURACY_SLACK,
+    }
 
 
 def accuracy(run: Run, digits: Digits) -> float:
@@ -538,7 +411,7 @@ def _compare(first: Run, second: Run) -> dict[str, float]:
 
 
 def _optimizer_state(run: Run) -> dict[str, Any]:
-    optimizer = run.recipe.optimizer
+    optimizer = run.optimizer
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         state = optimizer.state_dict()["state"]
     else:
@@ -603,9 +476,7 @@ def _verdict(results: Mapping[str, Any], settings: Settings) -> str:
         largest = max(results["largest_differences"].values())
         return f"NOT EQUAL: the largest difference is {largest:.3g}, and must be 0."
     reason = "these gradients are compressed, so that results differ"
-    if settings.chain in _AVERAGED:
-        reason = "parameters are averaged now and then"
-    elif settings.chain in _EXACT:
+    if settings.chain in _EXACT:
         reason = f"above {_EXACT_RANKS} ranks the order of summation may differ"
     points = 100 * (results["overlapped"]["accuracy"] - results["plain"]["accuracy"])
     outcome = "Compared by accuracy" if results["passed"] else "LESS ACCURATE"

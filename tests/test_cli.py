@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 import overlap
 from overlap import _checks
@@ -23,12 +22,8 @@ from overlap.cli import COMMANDS, main
         ("demo --optimizer", "expected one argument"),
         ("demo --ranks 0", "from 1 to 64"),
         ("demo --epochs many", "from 1 to 1000"),
-        ("demo --batch-size -3", "from 2 to 1437"),
-        ("demo --image-size 4", "from 8 to 224"),
-        ("demo --device tpu", "auto, cpu, cuda"),
         ("demo --rank 2", "--ranks, --chain"),
-        ("demo --batch-size 1000", "give --batch-size 2 to 718"),
-        ("demo --images 3 --ranks 4", "give --images 8 or more"),
+        ("demo --images 3 --ranks 4", "give --images 128 or more"),
     ],
 )
 def test_a_bad_option_is_one_line_that_says_what_is_allowed(
@@ -51,21 +46,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
         main(["demo", "--output", f"{tmp_path}/file"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"overlap demo: cannot make the folder {tmp_path}/file: File exists\n"
-
-
-def test_a_gpu_that_is_not_there_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--device", "cuda"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "overlap demo: --device is cuda, and torch sees no GPU: give cpu or auto\n"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit):
-        main(["demo", "--device", "cuda"])
-    assert "torch sees 1 GPUs for 2 ranks: give --ranks 1, or --device cpu" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_one_line_that_names_it(
@@ -112,13 +92,6 @@ def test_every_hint_at_an_extra_names_one_that_there_is() -> None:
     assert hints
     for name, chosen in hints:
         assert name == "." and set(chosen.split(",")) <= set(extras), (name, chosen)
-
-
-def test_help_describes_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    assert all([name, description] in lines for name, (_, description) in COMMANDS.items())
 
 
 def test_ranks_that_contradict_the_launcher_are_refused(

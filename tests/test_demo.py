@@ -20,35 +20,26 @@ from overlap.demo import (
     Settings,
     largest_difference,
     load_digits,
-    load_torchvision,
     present,
     shard,
     start_runs,
     train_and_compare,
 )
 
-# As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.
-TINY = ["--images", "48", "--epochs", "1", "--batch-size", "8", "--image-size", "16"]
-SMALL = {"images": 32, "epochs": 1, "batch_size": 8, "image_size": 16}
+SMALL = {"images": 64, "epochs": 1, "image_size": 8}
 # By chain: what is registered for it.
 REGISTERED = {
     "step": "chain(AllReduce(), Step(SGD, interleaved))",
     "zero": "chain(ZeroStep(SGD, interleaved))",
-    "bf16": "chain(Cast(bfloat16, AllReduce()), Step(SGD, interleaved))",
     "int8": "chain(Quantize(Int8()), Step(SGD, interleaved))",
     "int4": "chain(Quantize(Int4(), error_feedback=True), Step(SGD, interleaved))",
-    "topk": "chain(Quantize(TopK(0.01), error_feedback=True), Step(SGD, interleaved))",
-    "powersgd": "chain(PowerSGD(rank=2), Step(SGD, interleaved)), without momentum, learning rate 0.1",
-    "zero-int8": "ZeroStep",
-    "zero-int4": "ZeroStep",
-    "local-sgd": "LocalSGD(SGD, period 8 from step 2",
-    "diloco": "LocalSGD(SGD, period 8 from step 2",
-    "diloco-int4": "LocalSGD(SGD, period 8 from step 2",
 }
 
 
 def test_two_ranks_end_up_equal(tmp_path: Path) -> None:
-    typed = [sys.executable, "-m", "overlap", "demo", *TINY, "--seed", "3", "--device", "cpu", "--output", tmp_path]
+    # As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.
+    tiny = ["--images", "128", "--epochs", "1", "--image-size", "8", "--seed", "3"]
+    typed = [sys.executable, "-m", "overlap", "demo", *tiny, "--output", tmp_path]
     done = subprocess.run(typed, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Equal: parameters, optimizer state and buffers are the same in every bit." in done.stdout
@@ -59,25 +50,16 @@ def test_two_ranks_end_up_equal(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def _train(rank: int, world_size: int, asked: dict[str, Settings]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+def _train(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, Any]]:
     device = torch.device("cpu")
-    registered = {name: start_runs(Settings(chain=name, **SMALL), device)[1].recipe.description for name in REGISTERED}
-    return registered, {name: train_and_compare(settings, device) for name, settings in asked.items()}
+    registered = {name: start_runs(Settings(chain=name, **SMALL), device)[1].chain for name in CHAINS}
+    return registered, train_and_compare(Settings(chain="zero", optimizer="adamw", **SMALL), device)
 
 
-def test_the_options_decide_what_is_registered_and_exact_ones_end_up_equal() -> None:
-    exact = {"zero": Settings(chain="zero", optimizer="adamw", **SMALL)}
-    rounded = {"zero-int8": Settings(chain="zero-int8", **SMALL)}
-    registered, found = run_ranks(_train, 2, exact | rounded, timeout_s=150)[0]
-    assert set(REGISTERED) == set(CHAINS)
-    for name, words in REGISTERED.items():
-        assert words in registered[name], name
-    for name in exact:
-        results = found[name]
-        assert results["must_be_equal"] and results["passed"] and not any(results["largest_differences"].values())
-        assert results["plain"]["losses"] == results["overlapped"]["losses"]
-    for name in rounded:
-        assert not found[name]["must_be_equal"] and 0 < found[name]["largest_differences"]["parameters"] < 1, name
+def test_the_options_decide_what_is_registered_and_the_sharded_update_ends_up_equal() -> None:
+    registered, results = run_ranks(_train, 2, timeout_s=150)[0]
+    assert registered == REGISTERED
+    assert results["must_be_equal"] and results["passed"] and not any(results["largest_differences"].values())
 
 
 def _results(difference: float, *, accuracy: float = 0.97, chain: str = "step") -> dict[str, Any]:
@@ -96,10 +78,8 @@ def _results(difference: float, *, accuracy: float = 0.97, chain: str = "step") 
     ("chain", "difference", "accuracy", "code", "verdict"),
     [
         ("step", 0.0, 0.97, 0, "Equal: "),
-        ("step", 1e-9, 0.97, 1, "NOT EQUAL: the largest difference is 1e-09"),
         ("step", math.inf, 0.97, 1, "NOT EQUAL: the largest difference is inf"),
         ("int8", 0.1, 0.97, 0, "Compared by accuracy (these gradients are compressed"),
-        ("diloco", 0.1, 0.97, 0, "Compared by accuracy (parameters are averaged"),
         ("int8", 0.1, 0.9, 1, "LESS ACCURATE"),
     ],
 )
@@ -117,23 +97,21 @@ def test_the_verdict_and_the_exit_code(
     assert verdict in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        ({"weight": torch.tensor([1.0, 2.0]), "step": 3, "empty": None}, 0.0),
-        ({"weight": torch.tensor([1.0, 2.5]), "step": 3, "empty": None}, 0.5),
-        ({"weight": torch.tensor([1.0, 2.0]), "step": 4, "empty": None}, 1.0),
-        ({"weight": torch.tensor([1.0, math.nan]), "step": 3, "empty": None}, math.inf),
-        ({"weight": torch.tensor([1.0]), "step": 3, "empty": None}, math.inf),
-        ({"weight": torch.tensor([1.0, 2.0]), "step": 3, "empty": 0.0}, math.inf),
-        ({"weight": torch.tensor([1.0, 2.0])}, math.inf),
-    ],
-)
-def test_the_largest_difference_is_infinite_where_a_value_is_missing_or_not_finite(
-    other: dict[str, object], difference: float
-) -> None:
+def test_the_largest_difference_is_infinite_where_a_value_is_missing_or_not_finite() -> None:
     one = {"weight": torch.tensor([1.0, 2.0]), "step": 3, "empty": None}
-    assert largest_difference(one, other) == difference
+    changed: dict[float, list[dict[str, object]]] = {
+        0.0: [{}],
+        0.5: [{"weight": torch.tensor([1.0, 2.5])}],
+        1.0: [{"step": 4}],
+        math.inf: [
+            {"weight": torch.tensor([1.0, math.nan])},
+            {"weight": torch.tensor([1.0])},
+            {"empty": 0.0},
+            {"no": 1},
+        ],
+    }
+    for difference, others in changed.items():
+        assert [largest_difference(one, one | other) for other in others] == [difference] * len(others)
 
 
 def test_ranks_share_out_every_image_once_in_an_order_of_each_epoch() -> None:
@@ -151,9 +129,3 @@ def test_ranks_share_out_every_image_once_in_an_order_of_each_epoch() -> None:
     assert len(first) == len(second) == 22 * 32
     assert len(set(first + second)) == len(first + second)
     assert images(0) == first != images(0, epoch=1)
-
-
-def test_torchvision_is_there_whatever_it_was_built_for() -> None:
-    torchvision = load_torchvision()
-    assert torchvision is load_torchvision()
-    assert torchvision.models.resnet18(num_classes=10).fc.out_features == 10

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,7 +24,7 @@ from overlap._torch.ddp import uncompiled
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.plan.candidates import METHODS, PLAIN, allowed, build, obstacle
-from overlap.plan.race import Originals, Race, Training, generators_restored
+from overlap.plan.race import Race, Training, copied, generators_restored
 from overlap.ranks.board import Agreement
 
 __all__ = ["Plan", "Row", "auto", "check_arguments", "decide", "is_surely_faster", "quartiles"]
@@ -60,8 +61,8 @@ def auto(
         model: the model to train, on its device and not in DDP.
         optimizer: of its parameters.
         sample: a batch of this rank: the model's inputs, then the target. Not needed with ``plan``.
-        loss: of the output and the target; returns a tensor of one element. A module, or a method of an object, is
-            copied. Not needed with ``plan``.
+        loss: of the output and the target alone; returns a tensor of one element. A module, or a method of an object,
+            is copied, but nothing else that it reaches. Not needed with ``plan``.
         allow: the results that may be chosen besides "exact", which equals plain DDP up to the order of a sum:
             "16-bit", "8-bit", "low-rank". "sharded" is exact, too, but then a :class:`ZeroRedundancyOptimizer` takes
             the place of ``optimizer``: make schedulers and hooks for it, and call its ``state_dict`` on every rank.
@@ -81,9 +82,8 @@ def auto(
     of registering a chain. Ranks exchange their measurements through the group's store.
 
     Raises:
-        ConfigurationError: an argument is wrong or differs between ranks, before any collective; or the model cannot be
-            copied.
-        UnsupportedError: the loss reaches the model in another way than by its argument.
+        ConfigurationError: an argument is wrong or differs between ranks, before any collective.
+        UnsupportedError: the model, the optimizer or the loss cannot be copied.
         PeerError: another rank failed.
 
     >>> model = torch.nn.Linear(4, 2)
@@ -149,24 +149,17 @@ def _raced(
     agreement: Agreement,
     end_s: float,
 ) -> Plan:
-    """The plan that a race decides. The originals are as before when it returns."""
-    originals = Originals(own)
+    """The plan that a race of copies decides."""
     notes: dict[str, str] = {}
-    try:
-        with (
-            generators_restored(own.device),
-            Race(agreement, group, originals.copied, sample, ddp_options=ddp_options) as race,
-        ):
-            race.add_plain()
-            originals.check()
-            refused = {one: obstacle(METHODS[one], own.optimizer) for one in candidates}
-            if race.is_sparse:
-                refused |= {one: "gradients are sparse" for one in candidates if one != PLAIN}
-            for of_rank in agreement.agree({one: why for one, why in refused.items() if why is not None}):
-                notes |= of_rank
-            last = race.run([one for one in candidates if one not in notes and one != PLAIN], end_s=end_s)
-    finally:
-        originals.check()
+    with (
+        generators_restored(own.device),
+        Race(agreement, group, partial(copied, own), sample, ddp_options=ddp_options) as race,
+    ):
+        race.add_plain()
+        refused = {one: obstacle(METHODS[one], own.optimizer) for one in candidates}
+        for of_rank in agreement.agree({one: why for one, why in refused.items() if why is not None}):
+            notes |= of_rank
+        last = race.run([one for one in candidates if one not in notes and one != PLAIN], end_s=end_s)
     notes.update(race.refused)
     rows = [
         Row(

@@ -1,4 +1,4 @@
-"""Successive halving of real steps: each method beside plain DDP, on copies, by turns; originals stay as they are.
+"""Successive halving of real steps: each method beside plain DDP, on copies, by turns.
 
 [Note: the race]
 
@@ -45,7 +45,7 @@ from overlap.plan.candidates import METHODS, PLAIN, build
 from overlap.ranks.board import Agreement, all_reduce, is_lost_connection
 from overlap.ranks.machines import forget
 
-__all__ = ["FEWEST_ROUNDS", "Originals", "Race", "Training", "generators_restored"]
+__all__ = ["FEWEST_ROUNDS", "Race", "Training", "copied", "generators_restored"]
 
 # DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
@@ -55,7 +55,6 @@ _SAMPLE_MS = 40.0
 FEWEST_ROUNDS, _MOST_ROUNDS = 5, 200
 # Of collectives: only of use where a rank hangs, since one that fails closes its connections.
 _TIMEOUT = timedelta(minutes=5)
-_REMEDY = "choose on another run of the model, and give this one that plan: auto(..., plan=Plan.load(path))"
 
 
 @dataclass(frozen=True)
@@ -72,56 +71,24 @@ class Training:
         return next(parameter.device for parameter in self.model.parameters() if parameter.requires_grad)
 
 
-class Originals:
-    """What the user gave. Measuring uses :meth:`copied`; :meth:`check` raises if it has changed these all the same."""
+def copied(own: Training) -> Training:
+    """Copies that share no memory with ``own``, with a learning rate of 0, so that nothing diverges.
 
-    def __init__(self, own: Training) -> None:
-        self.own = own
-        named = [*own.model.named_parameters(), *own.model.named_buffers()]
-        parameters = [parameter for group in own.optimizer.param_groups for parameter in group["params"]]
-        names = dict.fromkeys(parameters, "a parameter of the optimizer") | {tensor: name for name, tensor in named}
-        self._before = [(name, one, one._version, *_gradient(one)) for one, name in names.items()]
-
-    def copied(self) -> Training:
-        """Copies that share no memory with the originals, with a learning rate of 0, so that nothing diverges.
-
-        Raises:
-            UnsupportedError: something in them cannot be copied.
-        """
-        own = self.own
-        try:
-            model, optimizer, loss = copy.deepcopy((own.model, own.optimizer, own.loss))
-        except Exception as error:
-            raise UnsupportedError(
-                f"model, optimizer or loss cannot be copied ({type(error).__name__}: {error}): {_REMEDY}"
-            ) from error
-        drop_hooks(optimizer)
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        return Training(model, optimizer, loss)
-
-    def check(self) -> None:
-        """Raises: UnsupportedError: measuring has reached the originals; their gradients are put back first."""
-        changed = []
-        for name, tensor, version, gradient, gradient_version in self._before:
-            if tensor._version != version:
-                changed.append(f"the values of {name!r}")
-            now, now_version = _gradient(tensor)
-            if now is not gradient or now_version != gradient_version:
-                changed.append(f"a gradient of {name!r}")
-                tensor.grad = gradient
-        if changed:
-            raise UnsupportedError(
-                f"measuring on a copy of the model has changed {changed[0]} in the model itself: the loss or a hook "
-                "reaches the model in another way than by its argument. Give a loss of output and target alone, a loss "
-                f"that is a module or a method of one, which is copied, or {_REMEDY}"
-            )
-
-
-def _gradient(tensor: Tensor) -> tuple[Tensor | None, int]:
-    gradient = tensor.grad if tensor.is_leaf else None
-    return gradient, 0 if gradient is None else gradient._version
+    Raises:
+        UnsupportedError: something in it cannot be copied.
+    """
+    try:
+        model, optimizer, loss = copy.deepcopy((own.model, own.optimizer, own.loss))
+    except Exception as error:
+        raise UnsupportedError(
+            f"model, optimizer or loss cannot be copied ({type(error).__name__}: {error}): choose on another run of "
+            "the model, and give this one that plan: auto(..., plan=Plan.load(path))"
+        ) from error
+    drop_hooks(optimizer)
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    return Training(model, optimizer, loss)
 
 
 @contextlib.contextmanager
@@ -248,12 +215,6 @@ class Race:
         if not self.samples[PLAIN]:
             self.samples[PLAIN].append(lane.step_ms)
         return lane.step_ms
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the last step of plain DDP left a sparse gradient."""
-        parameters = self._lanes[PLAIN].ddp.parameters()
-        return any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
 
     def run(self, entrants: Sequence[str], *, end_s: float) -> str | None:
         """Race until ``end_s`` of rank 0's monotonic clock; returns the candidate of the last heat, if there was one.

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import run_ranks
-from overlap import ConfigurationError, PeerError, Plan, UnsupportedError
+from overlap import ConfigurationError, PeerError, Plan
 from overlap._torch.c10d import issued
 from overlap.plan import choice, race
 from overlap.plan.candidates import METHODS
@@ -210,7 +210,7 @@ def _sparse(rank: int) -> None:
     model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True))
     plan = _chosen(rank, model=model, sample=(torch.arange(24).reshape(8, 3) % 10, _sample(rank)[1]))
     assert plan.method == "ddp"
-    assert [row.note for row in plan.rows if row.method == "step"] == ["gradients are sparse"]
+    assert "this gradient is sparse" in next(row.note for row in plan.rows if row.method == "step")
 
 
 def _hooked_on_one(rank: int) -> None:
@@ -334,15 +334,6 @@ def test_a_race_leaves_every_bit_as_it_was() -> None:
     run_ranks(_left_alone, 2)
 
 
-def test_the_check_notices_a_race_on_the_model_itself() -> None:
-    def raced_in_place(rank: int, world_size: int) -> None:
-        on_itself = mock.patch.object(choice.Originals, "copied", lambda self: self.own)
-        with on_itself, pytest.raises((UnsupportedError, PeerError), match="has changed"):
-            _chosen(rank)
-
-    run_ranks(raced_in_place, 2)
-
-
 class _Head(nn.Module):
     center: Tensor
 
@@ -362,44 +353,24 @@ def _loss_with_state(rank: int, kind: str) -> None:
     before = copy.deepcopy([head.state_dict(), head.scale.weight.grad])
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
 
-    def closure(output: Tensor, target: Tensor) -> Tensor:
-        return head.of(output, target)
-
-    loss = {"method": head.of, "partial": functools.partial(_Head.of, head), "closure": closure}[kind]
-    if kind == "closure":
-        with pytest.raises((UnsupportedError, PeerError), match="a gradient of 'a parameter of the optimizer'"):
-            _chosen(rank, model=model, optimizer=optimizer, loss=loss)
-    else:
-        _chosen(rank, model=model, optimizer=optimizer, loss=loss)
-        torch.testing.assert_close([head.state_dict(), head.scale.weight.grad], before, rtol=0, atol=0)
+    loss = {"method": head.of, "partial": functools.partial(_Head.of, head)}[kind]
+    _chosen(rank, model=model, optimizer=optimizer, loss=loss)
+    torch.testing.assert_close([head.state_dict(), head.scale.weight.grad], before, rtol=0, atol=0)
     assert head.scale.bias.grad is None
 
 
-def _refused(rank: int, kind: str, words: str) -> None:
+def _uncopyable(rank: int) -> None:
     model = _model()
-    loss: Callable[..., Tensor] = CROSS_ENTROPY
-    if kind == "reaches":
-        loss = lambda out, y: CROSS_ENTROPY(out, y) + model[0].weight.square().sum()  # noqa: E731
-    elif kind == "uncopyable":
-        model.lock = __import__("threading").Lock()
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises((ConfigurationError, PeerError), match=words) as raised:
-        _chosen(rank, model=model, loss=loss)
-    assert "Plan.load(path)" in str(raised.value)
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    model.lock = __import__("threading").Lock()
+    with pytest.raises((ConfigurationError, PeerError), match=r"cannot be copied .*Plan\.load\(path\)"):
+        _chosen(rank, model=model)
 
 
-def test_a_loss_is_copied_and_anything_else_that_is_reached_is_refused() -> None:
+def test_a_loss_is_copied_and_what_cannot_be_is_refused() -> None:
     cases: dict[str, Callable[[int], None]] = {
-        kind: functools.partial(_loss_with_state, kind=kind) for kind in ("method", "partial", "closure")
+        kind: functools.partial(_loss_with_state, kind=kind) for kind in ("method", "partial")
     }
-    for kind, words in (
-        ("reaches", "a gradient of '0.weight' in the model itself"),
-        ("uncopyable", "cannot be copied"),
-    ):
-        cases[kind] = functools.partial(_refused, kind=kind, words=words)
-    run_ranks(functools.partial(_each, cases), 2)
+    run_ranks(functools.partial(_each, {**cases, "uncopyable": _uncopyable}), 2)
 
 
 # Wrong arguments, and failures on one rank ---------------------------------------------------------------------------
