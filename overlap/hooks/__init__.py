@@ -9,7 +9,6 @@ from overlap.hooks.chain import Chain, chain
 from overlap.hooks.collectives import (
     all_gather,
     all_reduce,
-    broadcast,
     future_result,
     reduce_scatter,
     send_recv,
@@ -78,7 +77,6 @@ __all__ = [
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
-    "broadcast",
     "chain",
     "fp16_compress_hook",
     "fp16_compress_wrapper",

@@ -241,10 +241,7 @@ class _Replicas(ManagedProcessGroup):
 
 
 class _Channel:
-    """The :class:`~overlap._torch.c10d.Channel` of :class:`_Replicas`, whose errors the manager notes.
-
-    Tags are left out: a replica that comes back has not counted them. Messages of two ranks are matched in order.
-    """
+    """The :class:`~overlap._torch.c10d.Channel` of :class:`_Replicas`, whose errors the manager notes."""
 
     scatters_by_messages = True
 
@@ -257,12 +254,7 @@ class _Channel:
     def all_gather(self, output: Tensor, input: Tensor) -> Sequence[Any]:
         return self._start("allgather_into_tensor_coalesced", [output], [input], AllgatherOptions())
 
-    def broadcast(self, tensor: Tensor, src: int) -> Sequence[Any]:
-        return self._start("broadcast_one", tensor, src)
-
-    def send_recv(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
-    ) -> Sequence[Any]:
+    def send_recv(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Any]:
         received = [work for tensor, peer in receives for work in self._start("recv", [tensor], peer, 0)]
         return received + [work for tensor, peer in sends for work in self._start("send", [tensor], peer, 0)]
 

@@ -93,7 +93,7 @@ class _Crossing(GroupChannel):
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
         return self._ring(input.nbytes)
 
-    def send_recv(self, sends: Any, receives: Any, tag: int) -> list[Any]:
+    def send_recv(self, sends: Any, receives: Any) -> list[Any]:
         ranks = dist.get_process_group_ranks(self._group)
         for tensor, peer in sends:
             _Crossing.sent += tensor.nbytes * RANKS * (ranks[peer] >= RANKS)
