@@ -15,7 +15,6 @@ from overlap.hooks.collectives import (
     whole_pass,
 )
 from overlap.hooks.engine.registration import Registration, register
-from overlap.hooks.hierarchical import Hierarchical
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
@@ -49,7 +48,6 @@ __all__ = [
     "Float8",
     "ClipGradNorm",
     "GatherQuantized",
-    "Hierarchical",
     "Int4",
     "Int8",
     "Log",

@@ -23,7 +23,6 @@ __all__ = [
     "Role",
     "Stage",
     "StageContext",
-    "StageOfOneModel",
     "UpdateStage",
     "check_order",
     "check_pass",
@@ -33,9 +32,6 @@ __all__ = [
     "walk",
     "with_contexts",
 ]
-
-
-_ORIGIN = "origin"
 
 
 class Role(enum.IntEnum):
@@ -137,6 +133,10 @@ class Stage(ABC):
 
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered; raise to refuse a model."""
+
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        """The context that ``child`` is attached with, given that of this stage, which is attached."""
+        return context
 
     def check_together(self, stages: Sequence[Stage]) -> None:  # noqa: B027
         """Called once, when all stages of a chain are attached and before any collective; raise to refuse them."""
@@ -277,61 +277,6 @@ class UpdateStage(Stage):
         """Skip the update of the pass under way where ``found_inf``, 0-dimensional, is not zero."""
 
 
-class StageOfOneModel(Stage):
-    """A stage that serves one model at a time, and whose state may be loaded before it is attached.
-
-    Its state has an *origin*, such as the rank and the number of ranks: a plain value that is saved with the state.
-    :meth:`check_origin` is called where both are known: when the stage is attached, or when a state is loaded later.
-    """
-
-    context: StageContext | None = None
-    """Where it is attached."""
-    _origin: Any = None
-
-    @abstractmethod
-    def origin_in(self, context: StageContext) -> Any:
-        """The origin of a state that is saved now."""
-
-    @abstractmethod
-    def check_origin(self, origin: Any, context: StageContext) -> None:
-        """Raises: ConfigurationError: a state of this origin is not for ``context``."""
-
-    def context_of(self, child: Stage, context: StageContext) -> StageContext:
-        """The context that ``child`` is attached with, given the ``context`` of this stage."""
-        return context
-
-    def attach(self, context: StageContext) -> None:
-        if self.context is not None:
-            raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
-        if self._origin is not None:
-            self.check_origin(self._origin, context)
-        self.context = context
-
-    def detach(self) -> None:
-        if self.context is not None:
-            # Without state it fits any model.
-            self._origin = self.state_dict().get(_ORIGIN)
-        self.context = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of ``children``, and their ``origin``; empty where they have none."""
-        state = super().state_dict()
-        origin = self._origin if self.context is None else self.origin_in(self.context)
-        return {**state, _ORIGIN: origin} if state and origin is not None else state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: it is of another origin or of other stages; also when registering.
-        """
-        origin = state_dict.get(_ORIGIN)
-        if origin is not None and self.context is not None:
-            self.check_origin(origin, self.context)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != _ORIGIN})
-        self._origin = origin
-
-
 # Without annotations, which DDP compares with its own types.
 _SIGNATURE = inspect.Signature([inspect.Parameter("bucket", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
@@ -356,8 +301,7 @@ def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, 
     """``stage`` and all stages that it is made of, each with its context, made when its parent has been attached."""
     yield stage, context
     for child in stage.children:
-        own = stage.context_of(child, context) if isinstance(stage, StageOfOneModel) else context
-        yield from with_contexts(child, own)
+        yield from with_contexts(child, stage.context_of(child, context))
 
 
 def updates_of(sequence: Sequence[Stage]) -> list[UpdateStage]:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Hierarchical, PostLocal, Role, Stage
+from overlap.hooks import PostLocal, Role, Stage
 from overlap.hooks import chain as chain_of
 from overlap.hooks.adapters import HookStage
 from overlap.hooks.stage import walk
@@ -48,7 +48,6 @@ _REFUSED: Mapping[type, str] = {
     ),
     LocalSGD: f"LocalSGD makes updates between averages, and {_COMMITS}: use torchft.LocalSGD or torchft.DiLoCo",
     PostLocal: f"PostLocal averages parameters, and {_COMMITS}: use torchft.LocalSGD or torchft.DiLoCo",
-    Hierarchical: "Hierarchical needs groups of some of the replicas, and torchft has one of all: use AllReduce()",
     HookStage: "a communication hook keeps its memory to itself, so a step cannot be taken back: use a stage",
 }
 

@@ -20,7 +20,6 @@ from overlap import (
     Cast,
     Float8,
     Float16,
-    Hierarchical,
     Int4,
     Int8,
     PowerSGD,
@@ -46,8 +45,6 @@ EQUAL: dict[str, tuple[Callable[[], Stage], Any]] = {
     "AllReduce": (AllReduce, None),
     "AllGather": (AllGather, None),
     "route of AllReduce": (lambda: route({"*.weight": AllReduce(), "*": AllGather()}), None),
-    "Hierarchical, a rank a machine": (lambda: Hierarchical(machine_size=1), None),
-    "Hierarchical, one machine": (lambda: Hierarchical(machine_size=2), None),
     "Cast(float16)": (lambda: Cast(torch.float16), default_hooks.fp16_compress_hook),
     "Cast(bfloat16)": (lambda: Cast(torch.bfloat16), _bf16_by_hand),
 }
@@ -61,7 +58,6 @@ CLOSE: dict[str, tuple[Callable[[], Stage], float]] = {
     "Quantize(TopK)": (lambda: Quantize(TopK(0.5), error_feedback=True), 0.7),
     "PowerSGD": (lambda: PowerSGD(rank=8, min_compression_rate=0), 0.9),
     "route of PowerSGD and Int8": (lambda: route({"0.*": PowerSGD(rank=8), "*": Quantize(Int8())}), 0.9),
-    "Hierarchical of Int8": (lambda: Hierarchical(outer=Quantize(Int8()), machine_size=1), 0.02),
 }
 
 
