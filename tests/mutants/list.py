@@ -72,12 +72,6 @@ MUTANTS: dict[str, Mutant] = {
         "pass",
         "hooks/test_reducers.py -k cast_rounds",
     ),
-    "nothing is reduced between machines": Mutant(
-        "hooks/hierarchical.py",
-        "await self.outer(replace(bucket, buffer=own_part, raw=None, views=parts, group=levels.between, divisor=1))",
-        "pass",
-        "hooks/test_hierarchical.py -k by_hand",
-    ),
     "the last rule decides": Mutant(
         "hooks/route.py",
         "reducer_of[name] = self.rules[found[0]]",
