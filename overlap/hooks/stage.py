@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
+from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "StageContext",
     "UpdateStage",
     "check_order",
-    "check_pass",
     "is_same_state",
     "redistributed",
     "updates_of",
@@ -256,11 +255,6 @@ class UpdateStage(Stage):
 
     @property
     @abstractmethod
-    def leaves_update(self) -> bool:
-        """Whether the update of the backward under way is left to the loop's ``step()``."""
-
-    @property
-    @abstractmethod
     def updates_after_backward(self) -> bool:
         """Whether new parameters are in place only after backward, so that no transform can follow."""
 
@@ -333,19 +327,6 @@ def _check_transform(stage: Stage, before: Sequence[Stage], after: Sequence[Stag
             "the old ones: put it before the update, use an update that is made in backward, or do the same by hand "
             "after step()"
         )
-
-
-def check_pass(sequence: Sequence[Stage]) -> None:
-    """Raises: TrainingLoopError: a transform of new parameters would see old ones in the backward that begins."""
-    skipped: Stage | None = None
-    for stage in sequence:
-        if isinstance(stage, UpdateStage) and stage.leaves_update:
-            skipped = skipped or stage
-        elif stage.role is Role.TRANSFORM and skipped is not None:
-            raise TrainingLoopError(
-                f"skip_update() leaves the update of {skipped!r} to step(), so {stage!r} after it would see old "
-                "parameters: leave that stage out, and do the same by hand after step()"
-            )
 
 
 def is_same_state(one: Any, other: Any) -> bool:

@@ -48,7 +48,7 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/engine/wavefront.py",
         "self.executor.channels.fail(error)",
         "self.executor.channels.abort()",
-        "hooks/engine/test_failure.py::test_a_rank_that_raises_alone_is_named_on_the_others",
+        "hooks/engine/test_failure.py -k again_and_again",
     ),
     "a rank that waits does not poll": Mutant(
         "hooks/engine/executors.py", "board.poll()", "pass", "hooks/engine/test_host_executor.py"
