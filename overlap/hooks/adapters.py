@@ -318,8 +318,8 @@ class StageHook:
                 raise RegistrationError(
                     f"{self!r}: bucket {bucket.index()} arrived, but bucket 0 of its model never did"
                 )
-        for parameter in parameters:
-            self._runtimes[parameter] = runtime
+            for parameter in parameters:
+                self._runtimes[parameter] = runtime
         self._arriving = None if bucket.is_last() else runtime
         return runtime.on_bucket(bucket)
 

@@ -34,11 +34,6 @@ from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.board import Agreement, explain
 from overlap.ranks.machines import note_hosts
 
-_ONE_BACKWARD = (
-    "The chain updates parameters in backward, in place, so a graph serves one backward. For a second one through it "
-    "leave the update to step(): Step(optimizer, deferred=True), or ZeroStep(zero, deferred=True)"
-)
-
 __all__ = ["Registration", "register", "registration_of"]
 
 
@@ -169,9 +164,6 @@ class Registration:
     ) -> None:
         if error is not None and not isinstance(error, CollectiveError | GeneratorExit):
             self.report(error)
-            is_in_place = "modified by an inplace operation" in str(error)
-            if is_in_place and not all(update.updates_after_backward for update in self.runtime.updates):
-                error.add_note(_ONE_BACKWARD)
         self.remove()
 
     def __repr__(self) -> str:

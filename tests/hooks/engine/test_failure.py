@@ -62,7 +62,7 @@ def _hangs(rank: int, world_size: int) -> None:
     for step in range(2):
         backward(ddp, step, rank)
     if rank == 1:
-        time.sleep(8)  # Longer than the group's timeout of 4 s.
+        time.sleep(5)  # Longer than the group's timeout of 4 s.
         return
     with pytest.raises(CollectiveError, match="no rank has reported an error"):
         backward(ddp, 2, rank)
