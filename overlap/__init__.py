@@ -35,7 +35,6 @@ __all__ = [
     "ClipGradNorm",
     "Float16",
     "Float8",
-    "Hierarchical",
     "Int4",
     "Int8",
     "Join",

@@ -23,8 +23,10 @@ REMOVED = {
     "CheckpointManager": "save overlap.state_dict(...) with torch.distributed.checkpoint; see docs/resuming.md",
     "ClipValue": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
     "ElasticLocalSGD": "use torchft, whose LocalSGD and DiLoCo outlive a lost group of ranks",
+    "Hierarchical": "use Quantize(wire), which on several machines sends the wire between them alone",
     "QuantizationOverflowError": "use warnings.filterwarnings('error', message='.*values too large')",
     "Scale": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "broadcast": "await overlap.hooks.all_reduce(tensor), after tensor.zero_() on the other ranks",
     "by_ndim": "write a function: def is_matrix(name, parameter): return parameter.ndim >= 2",
     "uses_current_stream": "use overlap.declare(cls, 'element') or overlap.declare(cls, 'parameter')",
 }

@@ -21,7 +21,6 @@ from overlap import (
     AllGather,
     AllReduce,
     ClipGradNorm,
-    Hierarchical,
     Int4,
     Int8,
     Join,
@@ -108,7 +107,6 @@ FORMS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "Int4, error feedback": lambda: _replicated(Quantize(Int4(), error_feedback=True)),
     "TopK": lambda: _replicated(Quantize(TopK(0.1), error_feedback=True)),
     "route": lambda: _replicated(route({"*.weight": PowerSGD(rank=1), "*": AllReduce()})),
-    "Hierarchical": lambda: _replicated(Hierarchical(outer=Quantize(Int8()), machine_size=1)),
     "ZeroStep in forward": lambda: _sharded(gather="forward"),
     "ZeroStep with wires, clipped": lambda: _sharded(
         reduce_wire=Int8(), gather_wire=Int8(), error_feedback=True, deferred=True, clip_grad_norm=0.1

@@ -92,7 +92,6 @@ MADE: dict[str, tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]] = {
     "Quantize": (overlap.Quantize, lambda of: {}),
     "GatherQuantized": (hooks.GatherQuantized, lambda of: {"chunk": 512}),
     "Cast": (overlap.Cast, lambda of: {"dtype": torch.bfloat16}),
-    "Hierarchical": (overlap.Hierarchical, lambda of: {}),
     "PostLocalSGDState": (
         hooks.PostLocalSGDState,
         lambda of: {"process_group": None, "subgroup": None, "start_localSGD_iter": 2},

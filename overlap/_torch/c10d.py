@@ -34,6 +34,8 @@ _POLL_INTERVAL_S = 0.002
 _IDLE_S = 0.05
 # How long an abort waits for what is in flight.
 _SETTLING_S = 5.0
+# The tag of messages on a group that is the user's, far from others' tags.
+_TAG = 1 << 20
 # The last tag of messages that no rank sends.
 _NEVER_SENT = 2**31 - 1
 
@@ -208,14 +210,9 @@ class GroupChannel:
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
         return [_reduce_scatter(output, input, group=self._group, async_op=True)]
 
-    def broadcast(self, tensor: Tensor, src: int) -> list[Any]:
-        return [dist.broadcast(tensor, group_src=src, group=self._group, async_op=True)]
-
-    def send_recv(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
-    ) -> list[Any]:
+    def send_recv(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:
         operations = [
-            dist.P2POp(function, tensor, group=self._group, tag=tag, group_peer=peer)
+            dist.P2POp(function, tensor, group=self._group, tag=_TAG, group_peer=peer)
             for function, messages in ((dist.irecv, receives), (dist.isend, sends))
             for tensor, peer in messages
         ]
@@ -231,14 +228,12 @@ class GroupChannel:
         received[self.rank()] = sent[self.rank()] = sent[0].new_empty(0)
         return [dist.all_to_all(received, sent, group=self._group, async_op=True)]
 
-    def add_messages(
-        self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
-    ) -> list[Any]:
+    def add_messages(self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]]) -> list[Any]:
         """Send ``sends``, and add to each of ``rows`` what every other rank sends for it, in the order of ranks."""
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
         boxes = [[row[0].new_empty(sum([target.numel() for target in row])) for _ in peers] for row in rows]
         receives = [(box, peer) for of_row in boxes for box, peer in zip(of_row, peers, strict=True)]
-        works = self.send_recv(sends, receives, tag)
+        works = self.send_recv(sends, receives)
         return [*works, *(_Row((), of_row, row) for of_row, row in zip(boxes, rows, strict=True))]
 
 
@@ -286,6 +281,8 @@ class GlooChannel:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._waiter = _Waiter()
         self._boxes = _Boxes()
+        # Of messages, the same on every rank: those of a sum are received later than ones that were sent after them.
+        self._tags = itertools.count()
         self._peers = [peer for peer in range(size) if peer != rank]
         self._in_flight: list[dist.Work] = []
         self._options: dict[Any, dist.AllreduceOptions] = {}
@@ -311,11 +308,6 @@ class GlooChannel:
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
         return self._noted(self._backend._reduce_scatter_base(output, input, dist.ReduceScatterOptions()))
 
-    def broadcast(self, tensor: Tensor, src: int) -> list[Any]:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        return self._noted(self._backend.broadcast([tensor], options))
-
     def _noted(self, work: dist.Work) -> list[Any]:
         self._in_flight = [*itertools.filterfalse(_is_completed, self._in_flight), work]
         return [work]
@@ -324,18 +316,15 @@ class GlooChannel:
         """Let go of the tensors of collectives that are done."""
         self._in_flight = list(itertools.filterfalse(_is_completed, self._in_flight))
 
-    def send_recv(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
-    ) -> list[Any]:
+    def send_recv(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        tag = next(self._tags)
         # Receives first, so that a buffer is ready for what a peer sends.
         works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
         return [_Messages(works, self._waiter)] if works else []
 
-    def add_messages(
-        self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
-    ) -> list[Any]:
-        backend, peers, boxes = self._backend, self._peers, self._boxes
+    def add_messages(self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]]) -> list[Any]:
+        backend, peers, boxes, tag = self._backend, self._peers, self._boxes, next(self._tags)
         if not peers:
             return []
 

@@ -9,14 +9,12 @@ from overlap.hooks.chain import Chain, chain
 from overlap.hooks.collectives import (
     all_gather,
     all_reduce,
-    broadcast,
     future_result,
     reduce_scatter,
     send_recv,
     whole_pass,
 )
 from overlap.hooks.engine.registration import Registration, register
-from overlap.hooks.hierarchical import Hierarchical
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
@@ -50,7 +48,6 @@ __all__ = [
     "Float8",
     "ClipGradNorm",
     "GatherQuantized",
-    "Hierarchical",
     "Int4",
     "Int8",
     "Log",
@@ -78,7 +75,6 @@ __all__ = [
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
-    "broadcast",
     "chain",
     "fp16_compress_hook",
     "fp16_compress_wrapper",

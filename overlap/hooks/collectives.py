@@ -31,7 +31,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "broadcast",
     "future_result",
     "reduce_scatter",
     "send_recv",
@@ -68,23 +67,21 @@ class Operation:
 class Collective(Operation):
     """An operation on a process group, the model's own where ``group`` is ``None``.
 
-    ``start`` launches it on a channel and returns its works, or ``tagged`` does so with a tag for messages; ``sent``
-    gives the bytes that a rank sends, for a number of ranks.
+    ``start`` launches it on a channel and returns its works; ``sent`` gives the bytes that a rank sends, for a number
+    of ranks.
     """
 
     def __init__(
         self,
         label: str,
         group: dist.ProcessGroup | None,
-        start: Callable[[Channel], Sequence[dist.Work]] | None = None,
+        start: Callable[[Channel], Sequence[dist.Work]],
         *,
         sent: Callable[[int], float],
-        tagged: Callable[[Channel, int], Sequence[dist.Work]] | None = None,
     ) -> None:
         self.label = label
         self._group = group
         self._start = start
-        self._tagged = tagged
         self._sent = sent
         self._channel: Channel | None = None
         self._works: Sequence[dist.Work] = ()
@@ -98,10 +95,7 @@ class Collective(Operation):
 
     def launch(self, channels: GroupChannels) -> None:
         self._channel = channel = channels.of(self._group)
-        if self._start is not None:
-            self._works = self._start(channel)
-        elif self._tagged is not None:
-            self._works = self._tagged(channel, channels.next_tag())
+        self._works = self._start(channel)
 
     def finish(self, wait: Callable[[dist.Work], None]) -> None:
         for work in self._works:
@@ -182,19 +176,6 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
     return Collective("all_gather", group, start, sent=lambda size: input.nbytes * (size - 1))
 
 
-def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup | None = None) -> Operation:
-    """Copy ``tensor`` of rank ``src`` of the group to every rank, in place; sends ``N (W-1)/W`` elements.
-
-    >>> async def as_on_rank_0(bucket):
-    ...     await broadcast(bucket.buffer, src=0, group=bucket.group)
-    >>> chain(AllReduce(), as_on_rank_0).register(ddp)
-    <chain(AllReduce(), as_on_rank_0) registered>
-    >>> loss_fn(ddp(x), y).backward()
-    """
-    start = methodcaller("broadcast", _as_real(tensor), src)
-    return Collective("broadcast", group, start, sent=lambda size: tensor.nbytes * (size - 1) / size)
-
-
 def send_recv(
     sends: Sequence[tuple[Tensor, int]],
     receives: Sequence[tuple[Tensor, int]],
@@ -217,10 +198,10 @@ def send_recv(
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
-        return channel.send_recv(_all_as_real(sends), _all_as_real(receives), tag)
+    def start(channel: Channel) -> Sequence[dist.Work]:
+        return channel.send_recv(_all_as_real(sends), _all_as_real(receives))
 
-    return Collective(label, group, tagged=start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
+    return Collective(label, group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
 
 
 def all_to_all(
@@ -234,14 +215,14 @@ def all_to_all(
     ranks, rank = group.size(), group.rank()
     peers = [(rank + distance) % ranks for distance in range(1, ranks)]
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+    def start(channel: Channel) -> Sequence[dist.Work]:
         if isinstance(channel, GroupChannel) and channel.has_all_to_all(inputs[rank].device):
             return channel.all_to_all(outputs, inputs)
         sends = [(inputs[peer], peer) for peer in peers if inputs[peer].numel()]
-        return channel.send_recv(sends, [(outputs[peer], peer) for peer in peers if outputs[peer].numel()], tag)
+        return channel.send_recv(sends, [(outputs[peer], peer) for peer in peers if outputs[peer].numel()])
 
     sent = sum([inputs[peer].nbytes for peer in peers])
-    return Collective(label, group, tagged=start, sent=lambda size: sent)
+    return Collective(label, group, start, sent=lambda size: sent)
 
 
 def add_messages(
@@ -254,13 +235,13 @@ def add_messages(
     tensors have one dtype. On Gloo received messages take the memory of two rows, elsewhere of all.
     """
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+    def start(channel: Channel) -> Sequence[dist.Work]:
         is_complex = bool(rows) and rows[0][0].is_complex()
         real = [[torch.view_as_real(target).view(-1) for target in row] for row in rows] if is_complex else rows
-        return channel.add_messages(_all_as_real(sends), real, tag)
+        return channel.add_messages(_all_as_real(sends), real)
 
     sent = sum([tensor.nbytes for tensor, _ in sends])
-    return Collective("reduce_scatter", group, tagged=start, sent=lambda size: sent)
+    return Collective("reduce_scatter", group, start, sent=lambda size: sent)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:
@@ -283,7 +264,7 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+    def start(channel: Channel) -> Sequence[dist.Work]:
         size, rank = channel.size(), channel.rank()
         _check_numel("reduce_scatter", input, output.numel() * size)
         own, whole = _as_real(output), _as_real(input)
@@ -294,10 +275,10 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
             own.view(-1).copy_(chunks[rank])
         # Each rank starts with the next one, so that not all send to the same rank at once.
         peers = [(rank + distance) % size for distance in range(1, size)]
-        return channel.add_messages([(chunks[peer], peer) for peer in peers], [[own.view(-1)]], tag)
+        return channel.add_messages([(chunks[peer], peer) for peer in peers], [[own.view(-1)]])
 
     sent = output.nbytes
-    return Collective("reduce_scatter", group, tagged=start, sent=lambda size: sent * (size - 1))
+    return Collective("reduce_scatter", group, start, sent=lambda size: sent * (size - 1))
 
 
 def future_result(future: torch.futures.Future[Any]) -> Operation:

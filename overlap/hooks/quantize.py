@@ -32,8 +32,8 @@ class Quantize(Stage):
     some of the results, so that ``GradScaler`` sees it.
 
     A job on several machines, by host name, with as many ranks on each, does this between machines: gradients are first
-    summed in fp32 within a machine, each rank its part of them (see :class:`Hierarchical`), and gathered there at the
-    end. So a machine sends as much as one rank would. Not where the model's process group lacks ranks of the job.
+    summed in fp32 within a machine, each rank its part of them, and gathered there at the end. So a machine sends as
+    much as one rank would. Not where the model's process group lacks ranks of the job.
 
     Args:
         wire: the format, :class:`Int8` by default.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from overlap._torch.foreach import copy_all
-from overlap.errors import ConfigurationError
+from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, as_stage, shown
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.segments import can_be_sent
-from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
+from overlap.hooks.stage import Role, Stage, StageContext, walk
 
 __all__ = ["Route", "Rule", "route"]
 
@@ -26,7 +26,7 @@ Rule = str | Callable[[str, Tensor], bool]
 """A pattern of names, or a function of a parameter's name and the parameter."""
 
 
-class Route(StageOfOneModel):
+class Route(Stage):
     """Reducers, each for some of the parameters; made by :func:`route`."""
 
     def __init__(self, rules: Mapping[Rule, Stage]) -> None:
@@ -34,7 +34,7 @@ class Route(StageOfOneModel):
         # Rules may share a reducer.
         self.children = tuple(dict.fromkeys(self.rules.values()))
         self._reducer_of: dict[str, Stage] = {}
-        """The reducer of each parameter, by name."""
+        """The reducer of each parameter, by name, while this is registered."""
 
     def attach(self, context: StageContext) -> None:
         if context.names is None:
@@ -42,28 +42,18 @@ class Route(StageOfOneModel):
                 f"{self!r} needs the parameters' names, which a hook registered with ddp.register_comm_hook does not "
                 "know; register it with overlap.register(ddp, ...)"
             )
-        reducer_of = self._assigned(context.names)
-        super().attach(context)
-        self._reducer_of = reducer_of
+        if self._reducer_of:
+            raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
+        self._reducer_of = self._assigned(context.names)
+
+    def detach(self) -> None:
+        self._reducer_of = {}
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """With the names of the parameters that ``child`` reduces."""
         assert context.names is not None, "attach refuses models without names"
         names = {parameter: name for parameter, name in context.names.items() if self._reducer_of[name] is child}
         return replace(context, names=names)
-
-    def origin_in(self, context: StageContext) -> dict[str, int]:
-        """The position of each parameter's reducer, by name."""
-        return {name: self.children.index(reducer) for name, reducer in self._reducer_of.items()}
-
-    def check_origin(self, origin: Mapping[str, int], context: StageContext) -> None:
-        here = {name: self.children.index(one) for name, one in self._assigned(context.names or {}).items()}
-        if other := [name for name in {**origin, **here} if origin.get(name) != here.get(name)]:
-            had = "had another reducer" if other[0] in origin else "was not one of its parameters"
-            raise ConfigurationError(
-                f"the state of {self!r} was saved with other rules or of another model: {other[0]} {had}; use the "
-                "rules of the run that was saved"
-            )
 
     async def __call__(self, bucket: Bucket) -> None:
         members: dict[Stage, list[int]] = {}

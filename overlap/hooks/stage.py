@@ -16,26 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
+from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 
 __all__ = [
     "Role",
     "Stage",
     "StageContext",
-    "StageOfOneModel",
     "UpdateStage",
     "check_order",
-    "check_pass",
     "is_same_state",
     "redistributed",
     "updates_of",
     "walk",
     "with_contexts",
 ]
-
-
-_ORIGIN = "origin"
 
 
 class Role(enum.IntEnum):
@@ -137,6 +132,10 @@ class Stage(ABC):
 
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered; raise to refuse a model."""
+
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        """The context that ``child`` is attached with, given that of this stage, which is attached."""
+        return context
 
     def check_together(self, stages: Sequence[Stage]) -> None:  # noqa: B027
         """Called once, when all stages of a chain are attached and before any collective; raise to refuse them."""
@@ -256,11 +255,6 @@ class UpdateStage(Stage):
 
     @property
     @abstractmethod
-    def leaves_update(self) -> bool:
-        """Whether the update of the backward under way is left to the loop's ``step()``."""
-
-    @property
-    @abstractmethod
     def updates_after_backward(self) -> bool:
         """Whether new parameters are in place only after backward, so that no transform can follow."""
 
@@ -275,61 +269,6 @@ class UpdateStage(Stage):
     @abstractmethod
     def skip_if(self, found_inf: Tensor) -> None:
         """Skip the update of the pass under way where ``found_inf``, 0-dimensional, is not zero."""
-
-
-class StageOfOneModel(Stage):
-    """A stage that serves one model at a time, and whose state may be loaded before it is attached.
-
-    Its state has an *origin*, such as the rank and the number of ranks: a plain value that is saved with the state.
-    :meth:`check_origin` is called where both are known: when the stage is attached, or when a state is loaded later.
-    """
-
-    context: StageContext | None = None
-    """Where it is attached."""
-    _origin: Any = None
-
-    @abstractmethod
-    def origin_in(self, context: StageContext) -> Any:
-        """The origin of a state that is saved now."""
-
-    @abstractmethod
-    def check_origin(self, origin: Any, context: StageContext) -> None:
-        """Raises: ConfigurationError: a state of this origin is not for ``context``."""
-
-    def context_of(self, child: Stage, context: StageContext) -> StageContext:
-        """The context that ``child`` is attached with, given the ``context`` of this stage."""
-        return context
-
-    def attach(self, context: StageContext) -> None:
-        if self.context is not None:
-            raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
-        if self._origin is not None:
-            self.check_origin(self._origin, context)
-        self.context = context
-
-    def detach(self) -> None:
-        if self.context is not None:
-            # Without state it fits any model.
-            self._origin = self.state_dict().get(_ORIGIN)
-        self.context = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of ``children``, and their ``origin``; empty where they have none."""
-        state = super().state_dict()
-        origin = self._origin if self.context is None else self.origin_in(self.context)
-        return {**state, _ORIGIN: origin} if state and origin is not None else state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: it is of another origin or of other stages; also when registering.
-        """
-        origin = state_dict.get(_ORIGIN)
-        if origin is not None and self.context is not None:
-            self.check_origin(origin, self.context)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != _ORIGIN})
-        self._origin = origin
 
 
 # Without annotations, which DDP compares with its own types.
@@ -356,8 +295,7 @@ def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, 
     """``stage`` and all stages that it is made of, each with its context, made when its parent has been attached."""
     yield stage, context
     for child in stage.children:
-        own = stage.context_of(child, context) if isinstance(stage, StageOfOneModel) else context
-        yield from with_contexts(child, own)
+        yield from with_contexts(child, stage.context_of(child, context))
 
 
 def updates_of(sequence: Sequence[Stage]) -> list[UpdateStage]:
@@ -389,19 +327,6 @@ def _check_transform(stage: Stage, before: Sequence[Stage], after: Sequence[Stag
             "the old ones: put it before the update, use an update that is made in backward, or do the same by hand "
             "after step()"
         )
-
-
-def check_pass(sequence: Sequence[Stage]) -> None:
-    """Raises: TrainingLoopError: a transform of new parameters would see old ones in the backward that begins."""
-    skipped: Stage | None = None
-    for stage in sequence:
-        if isinstance(stage, UpdateStage) and stage.leaves_update:
-            skipped = skipped or stage
-        elif stage.role is Role.TRANSFORM and skipped is not None:
-            raise TrainingLoopError(
-                f"skip_update() leaves the update of {skipped!r} to step(), so {stage!r} after it would see old "
-                "parameters: leave that stage out, and do the same by hand after step()"
-            )
 
 
 def is_same_state(one: Any, other: Any) -> bool:

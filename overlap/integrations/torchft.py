@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Hierarchical, PostLocal, Role, Stage
+from overlap.hooks import PostLocal, Role, Stage
 from overlap.hooks import chain as chain_of
 from overlap.hooks.adapters import HookStage
 from overlap.hooks.stage import walk
@@ -48,7 +48,6 @@ _REFUSED: Mapping[type, str] = {
     ),
     LocalSGD: f"LocalSGD makes updates between averages, and {_COMMITS}: use torchft.LocalSGD or torchft.DiLoCo",
     PostLocal: f"PostLocal averages parameters, and {_COMMITS}: use torchft.LocalSGD or torchft.DiLoCo",
-    Hierarchical: "Hierarchical needs groups of some of the replicas, and torchft has one of all: use AllReduce()",
     HookStage: "a communication hook keeps its memory to itself, so a step cannot be taken back: use a stage",
 }
 
@@ -241,10 +240,7 @@ class _Replicas(ManagedProcessGroup):
 
 
 class _Channel:
-    """The :class:`~overlap._torch.c10d.Channel` of :class:`_Replicas`, whose errors the manager notes.
-
-    Tags are left out: a replica that comes back has not counted them. Messages of two ranks are matched in order.
-    """
+    """The :class:`~overlap._torch.c10d.Channel` of :class:`_Replicas`, whose errors the manager notes."""
 
     scatters_by_messages = True
 
@@ -257,12 +253,7 @@ class _Channel:
     def all_gather(self, output: Tensor, input: Tensor) -> Sequence[Any]:
         return self._start("allgather_into_tensor_coalesced", [output], [input], AllgatherOptions())
 
-    def broadcast(self, tensor: Tensor, src: int) -> Sequence[Any]:
-        return self._start("broadcast_one", tensor, src)
-
-    def send_recv(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
-    ) -> Sequence[Any]:
+    def send_recv(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Any]:
         received = [work for tensor, peer in receives for work in self._start("recv", [tensor], peer, 0)]
         return received + [work for tensor, peer in sends for work in self._start("send", [tensor], peer, 0)]
 

@@ -118,6 +118,7 @@ class Update(UpdateStage, Generic[L]):
         self.finds_unused: bool | None = None
         """Whether DDP looks for unused parameters; ``None`` where that is not known."""
         self._before: Sequence[Stage] = ()
+        self._transform_after: Stage | None = None
         self.lifecycle = UpdateLifecycle(
             self.form, clears=self.owns_gradient_of, groups=lambda: self.optimizer.param_groups
         )
@@ -274,6 +275,11 @@ class Update(UpdateStage, Generic[L]):
         # A rank without inputs makes the update at once; those with inputs make it in step().
         is_skipped = bool(self.optimizer.blocks) and not is_replay
         self.lifecycle.on_backward(is_replay=is_replay, outcome=Phase.REDUCED if is_skipped else None)
+        if is_skipped and self._transform_after is not None:
+            raise TrainingLoopError(
+                f"skip_update() leaves the update of {self!r} to step(), so {self._transform_after!r} after it would "
+                "see old parameters: leave that stage out, and do the same by hand after step()"
+            )
         self.held = {}
         self.begin()
         if self.optimizer.version is not self._version:
@@ -316,6 +322,7 @@ class Update(UpdateStage, Generic[L]):
 
     @property
     def leaves_update(self) -> bool:
+        """Whether the update of the backward under way is left to the loop's ``step()``."""
         return self.lifecycle.outcome is Phase.REDUCED
 
     @property
@@ -379,6 +386,7 @@ class Update(UpdateStage, Generic[L]):
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.
         self._before = before
+        self._transform_after = next((stage for stage in after if stage.role is Role.TRANSFORM), None)
 
     def attach(self, context: StageContext) -> None:
         if self.context is not None:

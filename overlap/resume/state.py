@@ -27,7 +27,7 @@ from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.phases import Event, Phase
 from overlap.optim.zero.checkpoint import merged
 
-__all__ = ["Optim", "Run", "load_state_dict", "note_loaded", "stage_of", "state_dict"]
+__all__ = ["Optim", "Run", "load_state_dict", "stage_of", "state_dict"]
 
 OneOptim = Optimizer | FunctionalOptimizer
 Optim = OneOptim | Sequence[OneOptim] | None
@@ -174,7 +174,6 @@ class Run:
         if self._stage is not None:
             self._stage.load_state_dict(state["stages"]["state"])
         self._ddp.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
-        note_loaded(self._ddp)
         for optim, saved in zip(self._optimizers, state["optimizer"], strict=True):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.prepare_to_load()
@@ -331,12 +330,6 @@ def stage_of(ddp: DistributedDataParallel) -> Stage | None:
         return hook.stage(state)
     _check_hook(hook, state)
     return None
-
-
-def note_loaded(ddp: DistributedDataParallel) -> None:
-    """Not only the model was loaded, but its stages, too: nothing to warn of."""
-    if (registration := registration_of(ddp)) is not None:
-        registration.hooks.is_model_loaded = False
 
 
 def _check_hook(hook: object, state: object) -> None:

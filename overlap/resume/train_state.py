@@ -15,7 +15,7 @@ from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, t
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
 from overlap.ranks.board import agree, of_all_ranks, on_rank
-from overlap.resume.state import Optim, Run, note_loaded, stage_of
+from overlap.resume.state import Optim, Run, stage_of
 
 __all__ = ["TrainState", "remembers"]
 
@@ -143,7 +143,6 @@ class TrainState:
 
     def forget(self) -> None:
         """Reset the stages, as if they had never had state."""
-        note_loaded(self._ddp)
         stage = None if self._omit != _ALL else stage_of(self._ddp)
         for one in () if stage is None else walk(stage):
             if not one.children and one.state_dict():

@@ -18,7 +18,6 @@ from overlap import (
     Cast,
     ClipGradNorm,
     Float8,
-    Hierarchical,
     Int4,
     Int8,
     LocalSGD,
@@ -218,7 +217,6 @@ SENTENCES: dict[str, Sentence] = {
     "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES), gather_wire=Int8())),
     "fp8, skip": Sentence(build=_with(lambda: Quantize(Float8()), SkipNonFinite), skips=True),
     "sparse, deferred": Sentence(build=_with(lambda: Quantize(TopK(0.1), error_feedback=True), deferred=True)),
-    "two levels": Sentence(build=_with(lambda: Hierarchical(outer=_int4(), machine_size=1))),
     "4 bits and back, sharded": Sentence(build=_sharded(reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True)),
     "4 bits and back, skip": Sentence(
         build=_sharded(SkipNonFinite, reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True), skips=True

@@ -230,7 +230,6 @@ ROUNDED_BY_BUCKET = (
     "fp8, skip",
     "routed to factors, then sharded",
     "sparse, deferred",
-    "two levels",
     "4 bits and back, sharded",
     "4 bits and back, skip",
     "8 bits back, skip, in the next forward",

@@ -16,7 +16,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 Attach = Callable[[Any], Any]
 
 
-def run(rank: int, attach: Attach, case: Case = MLP, *, steps: int = 5, **options: Any) -> list[Record]:
+def run(rank: int, attach: Attach, case: Case = MLP, *, steps: int = 3, **options: Any) -> list[Record]:
     """The records of one training on this rank; `attach` gets the DDP model."""
     ddp = wrap(case.model(), **{**case.ddp_options(), **options})
     attach(ddp)

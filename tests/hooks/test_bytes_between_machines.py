@@ -20,7 +20,6 @@ from overlap import (
     AllGather,
     AllReduce,
     Cast,
-    Hierarchical,
     Int4,
     Int8,
     PowerSGD,
@@ -58,7 +57,6 @@ CHAINS: dict[str, Callable[[Any], Any]] = {
     "Quantize(Int8())": lambda ddp: Quantize(Int8()),
     "Quantize(Int4(), error_feedback=True)": lambda ddp: Quantize(Int4(), error_feedback=True),
     "Quantize(TopK(0.01), error_feedback=True)": lambda ddp: Quantize(TopK(0.01), error_feedback=True),
-    "Hierarchical(outer=Quantize(Int8()))": lambda ddp: Hierarchical(outer=Quantize(Int8()), machine_size=RANKS),
     "PowerSGD(rank=4)": lambda ddp: PowerSGD(rank=4),
     "PowerSGD(rank=4, wire=Int8())": lambda ddp: PowerSGD(rank=4, wire=Int8()),
     'ZeroStep, partition="element"': _zero("element"),
@@ -93,7 +91,7 @@ class _Crossing(GroupChannel):
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
         return self._ring(input.nbytes)
 
-    def send_recv(self, sends: Any, receives: Any, tag: int) -> list[Any]:
+    def send_recv(self, sends: Any, receives: Any) -> list[Any]:
         ranks = dist.get_process_group_ranks(self._group)
         for tensor, peer in sends:
             _Crossing.sent += tensor.nbytes * RANKS * (ranks[peer] >= RANKS)

@@ -137,10 +137,10 @@ def _compressed(rank: int, world_size: int) -> None:
     assert len(set(calls)) > 2
     assert_parity(found, run(rank, chain(_by_hand).register, TRANSFORMER), what="weights in 8 bits")
     # PowerSGD reduces vectors exactly itself, and keeps its memory by name.
-    for options in ({"rank": 1, "min_compression_rate": 1}, {"rank": 2, "alternate": True, "min_compression_rate": 1}):
-        reference = run(rank, chain(PowerSGD(**options)).register, TRANSFORMER)
-        by_rule = chain(route({_is_vector: AllReduce(), "*": PowerSGD(**options)})).register
-        assert_parity(run(rank, by_rule, TRANSFORMER), reference, what=f"PowerSGD({options})")
+    factors = functools.partial(PowerSGD, rank=1, min_compression_rate=1)
+    by_rule = chain(route({_is_vector: AllReduce(), "*": factors()})).register
+    reference = run(rank, chain(factors()).register, TRANSFORMER)
+    assert_parity(run(rank, by_rule, TRANSFORMER), reference, what="PowerSGD")
     feedback = functools.partial(Quantize, Int4(), error_feedback=True)
     assert_parity(
         run(rank, chain(route({"*": feedback()})).register),
@@ -245,16 +245,14 @@ def _state(rank: int, world_size: int) -> None:
     for step in range(3):
         mean_squared_error(ddp, MLP.batch(step, rank)).backward()
     state = overlap.state_dict(ddp)
-    assert set(state["stages"]["state"]) == {"0", "origin"}
+    assert set(state["stages"]["state"]) == {"0"}
     moved, _ = made("*[02].weight")
-    with pytest.raises(ConfigurationError, match=r"4.weight had another reducer; use the rules of the run"):
+    with pytest.raises(ConfigurationError, match=r"parameters that the model does not have \(.*4.weight.*\)"):
         overlap.load_state_dict(moved, None, state)
     early = route({"*.bias": Quantize(Int4(), error_feedback=True), "*": AllReduce()})
     early.load_state_dict(stage.state_dict())
-    with pytest.raises(ConfigurationError, match="other rules"):
+    with pytest.raises(ConfigurationError, match=r"parameters that the model does not have"):
         register(wrap(MLP.model()), early)
-    with pytest.raises(ConfigurationError, match=r"has no state \['7'\]"):
-        stage.load_state_dict({"7": {}})
 
 
 def test_state_is_kept_by_reducer_and_fits_the_same_rules_only() -> None:

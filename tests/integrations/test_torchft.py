@@ -204,7 +204,6 @@ def _refusals(rank: int, world_size: int, address: str) -> dict[str, str]:
         "interleaved": lambda o: overlap.chain(overlap.AllReduce(), overlap.Step(o)),
         "automatic": lambda o: overlap.chain(overlap.AllReduce(), overlap.Step(o.optimizer, deferred=True)),
         "hook": lambda o: overlap.chain(overlap.as_stage(torch_hook, None), deferred(o)),
-        "hierarchical": lambda o: overlap.chain(overlap.Hierarchical(machine_size=1), deferred(o)),
     }
     for what, chain in chains.items():
         refused(what, lambda chain=chain: prepared(chain))

@@ -24,7 +24,6 @@ from overlap import (
     Bucket,
     Cast,
     ConfigurationError,
-    Hierarchical,
     Int4,
     Int8,
     LocalSGD,
@@ -281,10 +280,3 @@ def test_stages_inside_of_others_have_their_rules() -> None:
     assert stage.redistribute(before, rank=0, ranks=2) == before[0]  # Before the first pass.
     unknown = [{**state, "7": {"kept": 1}} for state in states]
     assert stage.redistribute(unknown, rank=1, ranks=2)["7"] == {"kept": 1}  # To be refused when it is loaded.
-
-
-def test_parts_that_belong_to_places_on_machines_have_no_rule() -> None:
-    stage = chain(Hierarchical(outer=_feedback(), machine_size=1))
-    states = [{"0": {"1": _left_out(old), "origin": {"rank": old}}} for old in range(3)]
-    with pytest.raises(ConfigurationError, match=r"of a rank on its machine.* resume with 3 ranks"):
-        stage.redistribute(states, rank=0, ranks=2)

@@ -20,7 +20,6 @@ from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, Case, mean_squared_error
 from overlap import (
     Cast,
-    Hierarchical,
     Int4,
     Int8,
     LocalSGD,
@@ -101,7 +100,6 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "powerSGD_hook": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
     "batched_powerSGD_hook": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
     "route": lambda: route({"*.bias": Quantize(Int8()), "*": PowerSGD(rank=1, min_compression_rate=1)}),
-    "Hierarchical": lambda: Hierarchical(outer=Quantize(Int4(), error_feedback=True), machine_size=1),
     "PostLocal": lambda: PostLocal(PostLocalSGDState(None, None, 5), Quantize(Int4(), error_feedback=True)),
 }
 
@@ -202,6 +200,6 @@ def _wrapped_anew(rank: int, world_size: int, runs: list[tuple[str, str]], folde
 
 
 def test_a_run_whose_buckets_are_cut_anew_resumes_as_one_whose_ddp_is_built_anew(tmp_path: Path) -> None:
-    runs = [("Step", "Quantize, feedback"), ("ZeroStep, gathered in forward", "Hierarchical")]
+    runs = [("Step", "Quantize, feedback"), ("ZeroStep, gathered in forward", "Cast, Quantize")]
     run_ranks(_wrapped_anew, 2, runs, tmp_path)
     run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 4, False)

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import io
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -292,34 +291,3 @@ def _of_two(rank: int, world_size: int) -> None:
 
 def test_the_states_of_two_optimizers_are_saved_together() -> None:
     run_ranks(_of_two, 2)
-
-
-def _loads_the_model_alone(rank: int, world_size: int) -> None:
-    """One warning, after the first pass; none for a chain without memory, a load of all, or later in training."""
-    ddp, optimizer = _overlapped(rank)
-    state = overlap.state_dict(ddp, optimizer)
-
-    def resumed(loads: Any, reducer: Any = None) -> list[str]:
-        fresh, its = _overlapped(rank, steps=0, reducer=reducer)
-        loads(fresh, its)
-        copy.deepcopy(fresh.module)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _train(rank, fresh, its, range(2))
-            fresh.module.load_state_dict(state["model"])
-            _train(rank, fresh, its, range(2))
-        return [str(one.message) for one in caught if "overlap.load_state_dict(ddp, optim, state)" in str(one.message)]
-
-    def model_alone(fresh: Any, its: Any) -> None:
-        fresh.module.load_state_dict(state["model"])
-        its.load_state_dict(state["optimizer"][0]["state"])
-
-    (warning,) = resumed(model_alone)
-    assert warning.startswith("the model's state was loaded, and chain(Quantize(Int4(), ")
-    assert resumed(model_alone, AllReduce()) == []
-    assert resumed(lambda fresh, its: overlap.load_state_dict(fresh, its, state)) == []
-    assert resumed(lambda fresh, its: None) == []
-
-
-def test_a_model_that_is_loaded_without_the_memory_of_its_stages_warns_once() -> None:
-    run_ranks(_loads_the_model_alone, 2)

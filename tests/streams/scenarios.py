@@ -13,7 +13,6 @@ import torch.distributed as dist
 from overlap import (
     AllReduce,
     ClipGradNorm,
-    Hierarchical,
     Int4,
     Int8,
     LocalSGD,
@@ -150,7 +149,6 @@ SCENARIOS: dict[str, Scenario] = {
     "all-reduce, interleaved": Scenario(build=step(AllReduce), plain=adamw),
     "4 bits, feedback, interleaved": Scenario(build=step(_four_bits)),
     "factors, interleaved": Scenario(build=step(_factors), as_on_host=False),
-    "two levels, interleaved": Scenario(build=step(lambda: Hierarchical(outer=_four_bits(), machine_size=1))),
     "routes, sharded, in the next forward": Scenario(
         build=zero(lambda: route({"*embedding*": AllReduce(), "*.weight": _four_bits(), "*": AllReduce()}))
     ),

@@ -26,9 +26,6 @@ from overlap.ranks.board import Board, explained
 
 __all__ = ["GroupChannels", "PrivateChannels"]
 
-# The tags of messages are far from those of other users of the model's own group.
-_FIRST_TAG = 1 << 20
-
 _REMEDY = "; every rank of the model's process group must register the same stages and run backward"
 
 # How many registrations have connected on a group.
@@ -38,8 +35,8 @@ _connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDiction
 class GroupChannels:
     """The model's process group itself, for stages that run on the training thread.
 
-    The group belongs to the user: there is nothing to open, to close or to report on. All methods but ``of`` and
-    ``next_tag`` do nothing, except that ``fail`` is passed on to the group's own ``overlap_channel``, if it has one.
+    The group belongs to the user: there is nothing to open, to close or to report on. All methods but ``of`` do
+    nothing, except that ``fail`` is passed on to the group's own ``overlap_channel``, if it has one.
     """
 
     is_open = True
@@ -48,17 +45,12 @@ class GroupChannels:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._tags = itertools.count(_FIRST_TAG)
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
         """The channel to the ranks of ``group``, the model's own where ``None``."""
         used = self.group if group is None else group
         own: Channel | None = getattr(used, "overlap_channel", None)
         return GroupChannel(used) if own is None else own
-
-    def next_tag(self) -> int:
-        """A new tag for messages, the same on every rank."""
-        return next(self._tags)
 
     def open(self) -> None: ...
 
@@ -168,7 +160,6 @@ class PrivateChannels(GroupChannels):
         self.is_open = False
         self._left += self._channels.values()
         self._channels.clear()
-        self._tags = itertools.count(_FIRST_TAG)
         self.board = None
 
     def _close_left(self) -> None:

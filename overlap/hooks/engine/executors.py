@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from overlap._torch.c10d import has_lost_connection
 from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap.errors import CollectiveError
-from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.stage import Stage, walk
@@ -42,7 +41,6 @@ __all__ = [
     "BucketFuture",
     "Executor",
     "HostExecutor",
-    "Observer",
     "StreamExecutor",
     "Worker",
     "executor_for",
@@ -71,27 +69,6 @@ def runs_inline(ddp: DistributedDataParallel) -> bool:
     return SMALL_BYTES > 0 and (has_one_bucket(ddp) or trained_bytes <= SMALL_BYTES)
 
 
-class Observer(Protocol):
-    """Is notified on the thread where something happens and, on accelerators, with its stream current.
-
-    ``subject`` is a bucket or an item of work between passes, ``label`` the stage's ``repr``.
-    """
-
-    def arrived(self, bucket: Bucket, /) -> None: ...
-
-    def running(self, subject: Any, label: str, /) -> None:
-        """A stage's code begins to run, up to its next operation."""
-
-    def ran(self, subject: Any, label: str, /) -> None: ...
-
-    def launched(self, subject: Any, label: str, operation: Operation, /) -> None: ...
-
-    def waiting(self, subject: Any, operation: Operation, /) -> None: ...
-
-    def finished(self, subject: Any, operation: Operation, /) -> None:
-        """The wait for ``operation`` is over, which has not failed."""
-
-
 class Executor:
     """Where stages run: here on the calling thread and, of an accelerator, on its current stream.
 
@@ -100,7 +77,12 @@ class Executor:
         device: that of the tensors.
     """
 
-    observer: Observer | None = None
+    observer: Any = None
+    """If set, notified on the thread where something happens and, on accelerators, with its stream current:
+    ``arrived(bucket)``; ``running(subject, label)`` and ``ran(subject, label)`` around a stage's code, up to its next
+    operation; ``launched(subject, label, operation)``, ``waiting(subject, operation)`` and ``finished(subject,
+    operation)``, unless it has failed. A subject is a bucket or an item of work between passes, a label the stage's
+    ``repr``. So a :class:`~overlap.Timeline` records."""
     worker: Worker | None = None
     """The thread that runs what is submitted; the caller's thread does where ``None``."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,31 +28,42 @@ from overlap.errors import (
     hide_internal_frames,
 )
 from overlap.hooks.adapters import as_stage
-from overlap.hooks.engine.executors import BucketFuture, Observer
+from overlap.hooks.engine.executors import BucketFuture
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime, shares_of
 from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.board import Agreement, explain
 from overlap.ranks.machines import note_hosts
 
-_ONE_BACKWARD = (
-    "The chain updates parameters in backward, in place, so a graph serves one backward. For a second one through it "
-    "leave the update to step(): Step(optimizer, deferred=True), or ZeroStep(zero, deferred=True)"
-)
-
-_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
-
 __all__ = ["Registration", "register", "registration_of"]
 
 
 class _Dispatcher:
-    """The hook of a DDP instance, which takes one and keeps it: passes buckets to the current registration, or without
-    one reduces as DDP itself does."""
+    """The hooks of the current registration: those around a forward, and DDP's communication hook, which DDP takes once
+    and keeps. Without a registration it reduces as DDP itself does; with a copy of the model nothing is registered."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.__name__ = self.__qualname__ = "overlap"
         self._group = group
         self.registration: Registration | None = None
         self._in_flight: list[tuple[dist.Work, torch.Tensor, BucketFuture]] = []
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self.registration is None or not torch.is_grad_enabled():
+            return
+        if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
+            raise UnsupportedError(
+                "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
+                "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"
+            )
+        self.registration.before_forward()
+
+    def after_forward(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        """Also where the forward raised: DDP's own collectives there, of buffers and of the order of its buckets, fail
+        with an error that names no rank."""
+        if torch.compiler.is_compiling():
+            return  # To look at outputs would have the compiler read their ``.grad``, which warns.
+        if outputs is None and self.registration is not None and (error := sys.exception()) is not None:
+            explain(error, self.registration.runtime.executor.channels.board)
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
@@ -63,7 +72,7 @@ class _Dispatcher:
         return self._reduce(bucket)
 
     def __reduce__(self) -> Any:
-        return _Dispatcher, ()  # Nothing is registered with a copy of the model.
+        return _Dispatcher, ()
 
     @without_saved_context()
     def _reduce(self, bucket: GradBucket) -> BucketFuture:
@@ -89,77 +98,6 @@ class _Dispatcher:
 _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = weakref.WeakKeyDictionary()
 
 
-class _ForwardHooks:
-    """The hooks before and after each forward of a model; in a copy of the model they do nothing."""
-
-    def __init__(self, runtime: Runtime | None = None) -> None:
-        self._runtime = runtime
-        # Code of stages does not belong to a compiled forward.
-        self._before = None if runtime is None else torch.compiler.disable(runtime.before_forward)
-        self._check_memory = torch.compiler.disable(self._warn_of_lost_memory)
-        self.is_model_loaded = False
-        """Whether the model's state was loaded before the first pass, and the memory of its stages was not."""
-
-    def before(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._before is None or not torch.is_grad_enabled():
-            return
-        if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
-            raise UnsupportedError(
-                "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
-                "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"
-            )
-        if self.is_model_loaded:
-            self._check_memory()
-        self._before()
-
-    def after(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        """Also where the forward raised: DDP's own collectives there, of buffers and of the order of its buckets, fail
-        with an error that names no rank."""
-        if torch.compiler.is_compiling():
-            return  # To look at outputs would have the compiler read their ``.grad``, which warns.
-        if outputs is None and self._runtime is not None and (error := sys.exception()) is not None:
-            explain(error, self._runtime.executor.channels.board)
-
-    def _warn_of_lost_memory(self) -> None:
-        """Whether there is a memory is known after the first pass: stages have no tensors before it, and have some
-        then."""
-        assert self._runtime is not None, "a copy notices no load"
-        stage = self._runtime.stage
-        remembers = _has_tensors(stage.state_dict())
-        self.is_model_loaded = not self._runtime.passes and not remembers
-        if self._runtime.passes and remembers:
-            warnings.warn(
-                f"the model's state was loaded, and {stage!r} began without the memory that it had when that was saved "
-                "(factors, error feedback). To resume a run, save overlap.state_dict(ddp, optim) and load it with "
-                "overlap.load_state_dict(ddp, optim, state)",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def __reduce__(self) -> Any:
-        return _ForwardHooks, ()
-
-
-class _LoadHook:
-    """The hook after ``load_state_dict`` of the wrapped module, which may outlive the model in DDP."""
-
-    def __init__(self, hooks: _ForwardHooks | None = None) -> None:
-        self._hooks = None if hooks is None else weakref.ref(hooks)
-
-    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        hooks = None if self._hooks is None else self._hooks()
-        if hooks is not None and hooks._runtime is not None and not hooks._runtime.passes:
-            hooks.is_model_loaded = True
-
-    def __reduce__(self) -> Any:
-        return _LoadHook, ()
-
-
-def _has_tensors(state: object) -> bool:
-    values = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
-    return isinstance(state, torch.Tensor) or any(map(_has_tensors, values))
-
-
 class Registration:
     """A stage registered with a model; after :meth:`remove` the model reduces as plain DDP again.
 
@@ -182,20 +120,20 @@ class Registration:
         self.runtime = runtime
         self.stage = runtime.stage
         self._dispatcher = dispatcher
-        self.hooks = _ForwardHooks(runtime)
+        # Code of stages does not belong to a compiled forward.
+        self.before_forward = torch.compiler.disable(runtime.before_forward)
         self._handles = (
-            ddp.register_forward_pre_hook(self.hooks.before),
-            ddp.register_forward_hook(self.hooks.after, always_call=True),
-            ddp.module.register_load_state_dict_post_hook(_LoadHook(self.hooks)),
+            ddp.register_forward_pre_hook(dispatcher.before_forward),
+            ddp.register_forward_hook(dispatcher.after_forward, always_call=True),
         )
 
     @property
-    def observer(self) -> Observer | None:
-        """Is notified of what happens to buckets, if set; see ``Observer`` in ``engine/executors.py``."""
+    def observer(self) -> Any:
+        """See ``observer`` of the executor."""
         return self.runtime.executor.observer
 
     @observer.setter
-    def observer(self, observer: Observer | None) -> None:
+    def observer(self, observer: Any) -> None:
         self.runtime.executor.observer = observer
 
     @property
@@ -226,9 +164,6 @@ class Registration:
     ) -> None:
         if error is not None and not isinstance(error, CollectiveError | GeneratorExit):
             self.report(error)
-            is_in_place = "modified by an inplace operation" in str(error)
-            if is_in_place and not all(update.updates_after_backward for update in self.runtime.updates):
-                error.add_note(_ONE_BACKWARD)
         self.remove()
 
     def __repr__(self) -> str:
@@ -244,8 +179,7 @@ def register(
 
     Every rank of the model's process group must call this, before a backward and in the same order with its other
     collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group; on an
-    accelerator stages use the group itself. It warns where ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts all streams of a GPU
-    into one queue. Ranks that register several models of one layout do so in the same order.
+    accelerator stages use the group itself. Ranks that register several models of one layout do so in the same order.
 
     Args:
         ddp: the wrapped model, compiled or not.
@@ -315,13 +249,6 @@ def _register(
         ddp=alive,
         is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
-
-    if has_streams(context.device) and os.environ.get(_ONE_QUEUE) == "1":
-        warnings.warn(
-            f"{_ONE_QUEUE}=1 puts all streams of a GPU into one queue, so nothing overlaps: unset {_ONE_QUEUE}",
-            UserWarning,
-            stacklevel=2,
-        )
     runtime = Runtime(made, context)
     try:
         runtime.attach()

@@ -26,7 +26,6 @@ from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import BucketFuture, StreamExecutor, model_executor
 from overlap.hooks.engine.wavefront import (
-    AbandonedBackwardError,
     BackwardPass,
     Completion,
     Item,
@@ -41,7 +40,6 @@ from overlap.hooks.stage import (
     StageContext,
     UpdateStage,
     check_order,
-    check_pass,
     updates_of,
     with_contexts,
 )
@@ -62,8 +60,13 @@ _INSTEAD_OF_CAPTURE = (
     "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
     "torch.compile(mode='reduce-overhead'), or leave the registration out"
 )
+_ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
 
 T = TypeVar("T", bound=Subject)
+
+
+class AbandonedBackwardError(RuntimeError):
+    """Stands for an error of the model's own in backward, where only autograd knows it."""
 
 
 class _KnownBucket(NamedTuple):
@@ -122,8 +125,6 @@ class Runtime:
         self._runs: list[StageRun] = []
         self.updates: Sequence[UpdateStage] = ()
         """Those of the chain."""
-        # Whether a transform follows an update.
-        self._has_late_transforms = False
         # By the bucket's index.
         self._known: dict[int, _KnownBucket] = {}
         # As the parameters were at registration or, registered as a hook, when their gradients first arrived.
@@ -145,8 +146,6 @@ class Runtime:
         self._before_backward = _that_override("before_backward", self._attached)
         self._after_backward = _that_override("after_backward", self._attached)
         self._runs[:] = [StageRun(repr(stage), stage, _passed(stage)) for stage in sequence]
-        roles = [stage.role for stage in sequence]
-        self._has_late_transforms = Role.UPDATE in roles and Role.TRANSFORM in roles[roles.index(Role.UPDATE) :]
         self.updates = updates_of(sequence)
         shares_of(self.updates, self.context.names)
 
@@ -341,8 +340,6 @@ class Runtime:
                 shares_of(self.updates, self.context.names)
             for stage in self._before_backward:
                 stage.before_backward(is_replay=is_replay)
-            if self._has_late_transforms:
-                check_pass(self.stage.sequence)
         except Exception as error:
             error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)
@@ -379,7 +376,7 @@ class Runtime:
                 error.add_note(note)
         if self._phase is not _Phase.NEW:
             self._phase = _Phase.READY if finished.error is None else _Phase.FAILED
-            if error is not None and AbandonedBackwardError.caused(error):
+            if error is not None and _ABANDONED in str(error):  # On any rank: DDP cannot finish this backward.
                 self._phase = _Phase.UNFINISHED
         return error
 
@@ -391,7 +388,7 @@ class Runtime:
         """Called where autograd gives up a pass: the other ranks wait for collectives that this one will not launch."""
         if self._pass is not abandoned:
             return
-        error = AbandonedBackwardError()
+        error = AbandonedBackwardError(_ABANDONED)
         # The worker may itself wait for another rank, and polls this board meanwhile.
         if self.executor.worker is not None and (board := self.executor.channels.board) is not None:
             board.report(error)

@@ -44,7 +44,6 @@ from overlap.hooks.engine.executors import BucketFuture, Executor
 
 __all__ = [
     "BETWEEN_PASSES",
-    "AbandonedBackwardError",
     "BackwardPass",
     "Completion",
     "Item",
@@ -62,7 +61,6 @@ BETWEEN_PASSES = "background"
 
 _awaits_whole_pass = operator.attrgetter("awaits_whole_pass")
 _is_done = operator.attrgetter("is_done")
-_ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
 
 
 class Wavefront:
@@ -198,18 +196,6 @@ class Task:
                 self._executor.leave(in_flight)
         if self._coroutine is not None:
             self._coroutine.close()
-
-
-class AbandonedBackwardError(RuntimeError):
-    """Stands for an error of the model's own in backward, where only autograd knows it."""
-
-    def __init__(self) -> None:
-        super().__init__(_ABANDONED)
-
-    @staticmethod
-    def caused(error: BaseException) -> bool:
-        """Whether ``error`` is one, on this rank or on another, so that DDP has a backward that it cannot finish."""
-        return _ABANDONED in str(error)
 
 
 class BackwardPass:

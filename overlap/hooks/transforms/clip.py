@@ -27,8 +27,8 @@ from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.stage import StageContext
-from overlap.hooks.transforms.transform import Place, WholePassTransform
+from overlap.hooks.stage import Role, StageContext
+from overlap.hooks.transforms.transform import WholePassTransform
 
 __all__ = ["ClipGradNorm", "Clipping", "ShardedNorm", "check_norm_type", "in_model_order"]
 
@@ -170,7 +170,7 @@ class ClipGradNorm(WholePassTransform):
         return None if self._norm is None else hold(self._norm)
 
     def attach(self, context: StageContext) -> None:
-        if self.place is Place.UPDATED:
+        if self.place is Role.UPDATE:
             raise ConfigurationError(
                 f"{self!r} acts on gradients, and stands after an update: put it before the update; a function of a "
                 "bucket can change bucket.parameters there"
@@ -178,7 +178,11 @@ class ClipGradNorm(WholePassTransform):
         super().attach(context)
 
     async def act(self, buckets: Sequence[Bucket]) -> None:
-        gradients = [gradient for _, gradient in self.in_order(buckets)]
+        assert self.context is not None, "a stage is attached before its first pass"
+        seen: dict[Tensor, Tensor] = {}
+        for bucket in buckets:
+            seen.update(zip(bucket.parameters, self.seen(bucket), strict=True))
+        gradients = [seen[parameter] for parameter in in_model_order(seen, self.context.names or ())]
         if all(bucket.owned is None for bucket in buckets):
             self._norm = self.clipping.clip_(gradients)
             return

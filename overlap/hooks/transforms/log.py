@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from overlap._checks import check_whole_number, described
+from overlap._checks import described
 from overlap._torch.device import hold
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.stage import StageContext
-from overlap.hooks.transforms.transform import Place, Transform
+from overlap.hooks.stage import Role, StageContext
+from overlap.hooks.transforms.transform import Transform
 
 __all__ = ["Log"]
 
@@ -24,40 +24,37 @@ class Log(Transform):
     """Reports the norm of every gradient, by parameter name: before the reducer those of this rank's own gradients,
     after it those of the mean; after an update the norms of the new parameters.
 
-    When ``backward`` is over it calls ``to(step, norms)`` on the training thread. ``step`` counts the synchronized
-    backwards before this one, the same on all ranks, and ``norms`` maps names to 0-dimensional tensors on the model's
-    device, in the model's order. The host does not wait for an accelerator until ``to`` reads a value. A rank that has
-    run out of inputs under ``Join`` takes part and reports nothing.
+    When ``backward`` is over it calls ``to(step, norms)`` on the training thread. ``step`` is that of the buckets, the
+    number of synchronized backwards before this one since the chain was registered, the same on all ranks; ``norms``
+    maps names to 0-dimensional tensors on the model's device, in the model's order. The host does not wait for an
+    accelerator until ``to`` reads a value. A rank that has run out of inputs under ``Join`` takes part and reports
+    nothing.
 
     Args:
         to: a function; it may differ from rank to rank.
-        every: report one backward in so many.
 
-    Communication: none; after a reduce-scatter, one all-reduce of eight bytes per parameter and bucket, in backwards
-    that are reported.
+    Communication: none; after a reduce-scatter, one all-reduce of eight bytes per parameter and bucket.
 
     Raises:
-        ConfigurationError: an argument is wrong; or, at registration, the names of parameters are not known.
+        ConfigurationError: ``to`` is not a function; or, at registration, the names of parameters are not known.
 
-    >>> Log(lambda step, norms: print(step, max(norms.values())), every=10)
-    Log(every=10)
+    >>> Log(lambda step, norms: print(step, max(norms.values())))
+    Log()
     """
 
     needs_mean = True
     edits_gradients = False
 
-    def __init__(self, to: Callable[[int, dict[str, Tensor]], Any], *, every: int = 1) -> None:
+    def __init__(self, to: Callable[[int, dict[str, Tensor]], Any]) -> None:
         super().__init__()
         if not callable(to):
             raise ConfigurationError(
                 f"Log takes a function of a step and a dictionary of norms, got {described(to)}: "
                 "Log(lambda step, norms: ...)"
             )
-        self.every = check_whole_number("every", every, least=1)
         self._to = to
+        self._step = -1
         self._norms: dict[str, Tensor] = {}
-        self._passes = 0
-        self._is_replay = False
 
     def attach(self, context: StageContext) -> None:
         if context.names is None:
@@ -67,37 +64,20 @@ class Log(Transform):
             )
         super().attach(context)
 
-    def before_backward(self, *, is_replay: bool) -> None:
-        # Failed passes count, and replays: the ranks must agree on which of them are reported.
-        self._passes += 1
-        self._is_replay = is_replay
-        self._norms = {}
-
     async def __call__(self, bucket: Bucket) -> None:
-        if (self._passes - 1) % self.every:
-            return
-        if self.place is Place.UPDATED or bucket.owned is None:
+        if self.place is Role.UPDATE or bucket.owned is None:
             each = norms([tensor.detach() for tensor in self.seen(bucket)], 2)
         else:  # Of the parts, and from them of the whole gradients.
             squares = torch.stack(norms(self.counted(bucket), 2)).double().square_()
             await all_reduce(squares, group=bucket.group)
             each = list(squares.sqrt_().float().unbind())
-        self._norms.update(zip(bucket.names, each, strict=True))
+        if not bucket.is_replay:
+            self._step = bucket.step
+            self._norms.update(zip(bucket.names, each, strict=True))
 
     def after_backward(self, *, failed: bool) -> None:
         found, self._norms = self._norms, {}
-        if failed or self._is_replay or not found:
+        if failed or not found:
             return
         assert self.context is not None and self.context.names is not None, "checked at registration"
-        self._to(self._passes - 1, {name: hold(found[name]) for name in self.context.names.values() if name in found})
-
-    def state_dict(self) -> dict[str, Any]:
-        """``{"passes": ...}``, the number of backwards so far."""
-        return {"passes": self._passes}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`; an empty one starts from 0."""
-        self._passes = state_dict.get("passes", 0)
-
-    def __repr__(self) -> str:
-        return "Log()" if self.every == 1 else f"Log(every={self.every})"
+        self._to(self._step, {name: hold(found[name]) for name in self.context.names.values() if name in found})

@@ -13,7 +13,7 @@ from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.stage import Role, Stage, StageContext, UpdateStage, updates_of
-from overlap.hooks.transforms.transform import Place, WholePassTransform
+from overlap.hooks.transforms.transform import WholePassTransform
 
 __all__ = ["SkipNonFinite"]
 
@@ -62,7 +62,7 @@ class SkipNonFinite(WholePassTransform):
         super().placed(before, after)
         updates = [stage for stage in after if stage.role is Role.UPDATE]
         self._updates = updates_of(updates)
-        if self.place is not Place.MEAN or not updates:
+        if self.place is not Role.REDUCER or not updates:
             raise ConfigurationError(
                 f"{self!r} looks at the mean and has the update after it left out, so it stands between them: "
                 f"chain(AllReduce(), {self!r}, Step(optimizer)); where the loop steps a plain optimizer, give that to "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -14,16 +13,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import whole_pass
 from overlap.hooks.stage import Role, Stage, StageContext
 
-__all__ = ["Place", "Transform", "WholePassTransform"]
-
-
-class Place(enum.Enum):
-    """Where a transform stands in its chain, by the tensors that it sees: this rank's own gradients before the reducer,
-    their mean after it, and after an update the new parameters."""
-
-    LOCAL = "local gradients"
-    MEAN = "mean gradients"
-    UPDATED = "parameters"
+__all__ = ["Transform", "WholePassTransform"]
 
 
 class Transform(Stage):
@@ -49,8 +39,9 @@ class Transform(Stage):
     """Whether a transform of scaled gradients, unscaled afterwards, is the transform of unscaled ones."""
 
     def __init__(self) -> None:
-        self.place: Place | None = None
-        """Where it stands, while it is registered."""
+        self.place: Role | None = None
+        """While it is registered, by what it sees: ``TRANSFORM``, this rank's own gradients, before the reducer;
+        ``REDUCER``, their mean, after it; ``UPDATE``, new parameters, after an update."""
         self.context: StageContext | None = None
         """The context of its registration."""
 
@@ -60,9 +51,7 @@ class Transform(Stage):
                 f"{self!r} is registered already, and serves one place of one model: make a {type(self).__name__} for "
                 "each, or .remove() that registration first"
             )
-        is_mean = any(stage.reduces for stage in before)
-        is_updated = any(stage.role is Role.UPDATE for stage in before)
-        self.place = Place.UPDATED if is_updated else Place.MEAN if is_mean else Place.LOCAL
+        self.place = max([Role.TRANSFORM, *(stage.role for stage in before if stage.role <= Role.UPDATE)])
 
     def attach(self, context: StageContext) -> None:
         if self.place is None:
@@ -79,7 +68,7 @@ class Transform(Stage):
 
         Gradients have the shapes of their parameters; after a reduce-scatter they are this rank's flat parts.
         """
-        if self.place is Place.UPDATED:
+        if self.place is Role.UPDATE:
             return bucket.parameters
         if bucket.owned is None:
             return bucket.gradients
@@ -121,12 +110,3 @@ class WholePassTransform(Transform):
             await self.act(arrived)
             del arrived  # Each bucket's memory may be freed by later stages.
         await whole_pass()  # The other buckets continue when it has acted.
-
-    def in_order(self, buckets: Sequence[Bucket]) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter with its seen tensor, in the model's order; in the buckets' if names are not known."""
-        pairs: dict[Tensor, Tensor] = {}
-        for bucket in buckets:
-            pairs.update(zip(bucket.parameters, self.seen(bucket), strict=True))
-        names = None if self.context is None else self.context.names
-        ordered = pairs if names is None else [parameter for parameter in names if parameter in pairs]
-        return [(parameter, pairs[parameter]) for parameter in ordered]

@@ -21,21 +21,23 @@ _LIMIT_S = 5
 
 def _message(channel: GlooChannel) -> list[Any]:
     """From the next rank, which sends none."""
-    return channel.send_recv([], [(torch.empty(1000), (channel.rank() + 1) % channel.size())], 0)
+    return channel.send_recv([], [(torch.empty(1000), (channel.rank() + 1) % channel.size())])
 
 
 def _sum(channel: GlooChannel) -> list[Any]:
     """Of rows from the other ranks, which send none."""
-    return channel.add_messages([], [[torch.zeros(1000)], [torch.zeros(1000)]], 0)
+    return channel.add_messages([], [[torch.zeros(1000)], [torch.zeros(1000)]])
 
 
-def _broadcast(channel: GlooChannel) -> list[Any]:
-    """Of the next rank, which has begun another one."""
-    return channel.broadcast(torch.empty(200_000), (channel.rank() + 1) % channel.size())
+def _all_reduce(channel: GlooChannel) -> list[Any]:
+    """In which the last rank takes no part."""
+    if channel.rank() == channel.size() - 1:
+        return _message(channel)
+    return channel.all_reduce(torch.empty(200_000), dist.ReduceOp.SUM)
 
 
 def _abandons(rank: int, world_size: int) -> None:
-    for begin in (_message, _sum, _broadcast):
+    for begin in (_message, _sum, _all_reduce):
         board = Board(dist.group.WORLD, begin.__name__)
         channel = GlooChannel(board.store("gloo"), rank, world_size, board.timeout)
         board.gather("connected", None, purpose="")

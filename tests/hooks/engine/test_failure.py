@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import time
 from typing import Any
@@ -18,29 +17,19 @@ from harness.models import MLP
 from overlap import AllReduce, Bucket, CollectiveError, PeerError, Stage, UnsupportedError, as_stage, chain
 from overlap.hooks import Role
 
-from ..failing import Flaky, backward, mean_gradients_are_right
+
+def backward(ddp: Any, step: int, rank: int) -> None:
+    ddp.zero_grad()
+    ddp(*MLP.batch(step, rank).inputs).square().sum().backward()
 
 
-def _raises_on_one_rank(rank: int, world_size: int, failing: int, after: bool) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    chain(Flaky(2, 1, after=after, enabled=rank == failing)).register(ddp)
-    for step in range(2):
-        backward(ddp, step, rank)
-    start_s = time.monotonic()
-    if rank == failing:
-        with pytest.raises(ValueError, match="the dog ate it"):
-            backward(ddp, 2, rank)
-    else:
-        with pytest.raises(PeerError, match=f"rank {failing}: ValueError: the dog ate it .*Flaky.*bucket 1"):
-            backward(ddp, 2, rank)
-    assert time.monotonic() - start_s < 5, "not only when the group's timeout has passed"
-    mean_gradients_are_right(ddp, 3, rank, is_exact=world_size == 2)
-
-
-@pytest.mark.parametrize(("world_size", "failing", "after"), [(2, 0, False), (3, 1, True)])
-def test_a_rank_that_raises_alone_is_named_on_the_others(world_size: int, failing: int, after: bool) -> None:
-    # Going on may take as long as the group's timeout: an operation in flight is not always ended sooner.
-    run_ranks(_raises_on_one_rank, world_size, failing, after, group_timeout_s=6)
+def _check_mean_gradients(ddp: Any, step: int, rank: int) -> None:
+    """Beside a new plain DDP, whose buckets are cut differently: sums of three are taken in another order."""
+    backward(ddp, step, rank)
+    reference = wrap(ddp.module, **MLP.ddp_options())
+    backward(reference, step, rank)
+    for ours, plain in zip(ddp.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-5, atol=1e-5)
 
 
 def _dies(rank: int, world_size: int) -> str:
@@ -73,7 +62,7 @@ def _hangs(rank: int, world_size: int) -> None:
     for step in range(2):
         backward(ddp, step, rank)
     if rank == 1:
-        time.sleep(8)  # Longer than the group's timeout of 4 s.
+        time.sleep(5)  # Longer than the group's timeout of 4 s.
         return
     with pytest.raises(CollectiveError, match="no rank has reported an error"):
         backward(ddp, 2, rank)
@@ -129,23 +118,29 @@ class _Counts(Stage):
 
 
 def _fails_repeatedly(rank: int, world_size: int) -> None:
-    for where, is_everywhere in itertools.product(("before", "in 0", "after 1"), (False, True)):
+    for where, is_everywhere in (("before", False), ("in 0", False), ("after 1", False), ("in 0", True)):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         stage, counts = _Fails(where, enabled=is_everywhere or rank == 0), _Counts()
         chain(stage, counts).register(ddp)
         for step in range(6):
             if step not in (1, 2, 4):
-                mean_gradients_are_right(ddp, step, rank, is_exact=world_size == 2)
+                _check_mean_gradients(ddp, step, rank)
                 continue
-            with pytest.raises(ValueError if stage.enabled else PeerError, match="the dog ate it") as caught:
-                backward(ddp, step, rank)
+            start_s = time.monotonic()
             if stage.enabled:
+                with pytest.raises(ValueError, match="the dog ate it") as caught:
+                    backward(ddp, step, rank)
                 assert "_Fails()" in caught.value.__notes__[0]
+            else:
+                with pytest.raises(PeerError, match=r"rank 0: ValueError: the dog ate it .*_Fails"):
+                    backward(ddp, step, rank)
+            assert time.monotonic() - start_s < 5, "not only when the group's timeout has passed"
         assert counts.count == 6, "every stage is notified that backward is over"
 
 
-def test_a_stage_that_fails_again_and_again_is_an_error_every_time_and_the_model_works() -> None:
-    run_ranks(_fails_repeatedly, 2, group_timeout_s=8)
+def test_a_rank_that_fails_again_and_again_is_named_on_the_others_every_time_and_the_model_works() -> None:
+    # Going on may take as long as the group's timeout: an operation in flight is not always ended sooner.
+    run_ranks(_fails_repeatedly, 3, group_timeout_s=8, timeout_s=120)
 
 
 def _fails_by_value(state: Any, bucket: Any) -> torch.futures.Future[Any]:

@@ -53,7 +53,7 @@ class _Collective:
         self.calls.append(("all_gather", (output, input)))
         return []
 
-    def send_recv(self, sends: Any, receives: Any, tag: int) -> list[Any]:
+    def send_recv(self, sends: Any, receives: Any) -> list[Any]:
         self.calls.append(("send_recv", (sends, receives)))
         return []
 
@@ -89,9 +89,6 @@ class _Channels:
 
     def of(self, group: Any) -> _Collective:
         return self.channel
-
-    def next_tag(self) -> int:
-        return 0
 
 
 class World:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bucket_functions import clip_value as clipped
 from harness import Record, overlapped_step, train, wrap
 from harness.models import Batch, Case
 from overlap import (
@@ -24,15 +23,11 @@ from overlap import (
     chain,
 )
 
-STEPS = 5
+STEPS = 4
 ADAMW_OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 ADAMW = functools.partial(torch.optim.AdamW, **ADAMW_OPTIONS)
 Edit = Callable[[Any], None]
 """What is done to the `.grad` of a model's parameters."""
-
-
-def clip_value(ddp: Any) -> None:
-    torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.003)
 
 
 def clip_norm(ddp: Any, norm_type: float = 2.0) -> None:
@@ -45,7 +40,6 @@ def gradients(ddp: Any) -> list[Tensor]:
 
 # The stage, and the edit of `.grad` that it stands for.
 TRANSFORMS: dict[str, tuple[Callable[[], Any], Callable[[], Edit]]] = {
-    "clip values": (lambda: clipped(0.003), lambda: clip_value),
     "ClipGradNorm": (lambda: ClipGradNorm(0.05), lambda: clip_norm),
     "ClipGradNorm, largest": (
         lambda: ClipGradNorm(0.05, float("inf")),

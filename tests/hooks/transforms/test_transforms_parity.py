@@ -102,9 +102,8 @@ def _before_zero(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
         by = _parameters(reference(MLP, rank, mean=edit()))
         is_all = name == "ClipGradNorm"
         for options in ZERO_FORMS if is_all else ZERO_FORMS[:1]:
-            for partition in ("element", "parameter") if is_all else ("element",):
-                found = with_zero(MLP, rank, after_reducer(make), options, partition=partition)
-                yield f"{name} before ZeroStep by {partition}, {options}", found, by, {}
+            found = with_zero(MLP, rank, after_reducer(make), options)
+            yield f"{name} before ZeroStep, {options}", found, by, {}
     by = _parameters(reference(MLP, rank, mean=by_hand.clip_norm))
     for partition in ("element", "parameter"):
         for options in ZERO_FORMS[:3]:

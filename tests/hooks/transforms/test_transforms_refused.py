@@ -123,9 +123,8 @@ def _failing(rank: int, world_size: int) -> None:
     mean_squared_error(ddp, MLP.batch(0, rank)).backward()
     for parameter in ddp.parameters():
         assert parameter.grad is not None and float(parameter.grad.norm()) <= 1e-9
-    for stage in (ClipGradNorm(1.0 + rank), Log(print, every=1 + rank)):
-        with pytest.raises(CollectiveError, match=r"rank 1 registers.*but rank 0 registers"):
-            chain(AllReduce(), stage).register(_ddp())
+    with pytest.raises(CollectiveError, match=r"rank 1 registers.*but rank 0 registers"):
+        chain(AllReduce(), ClipGradNorm(1.0 + rank)).register(_ddp())
 
 
 def _second_backward(rank: int, world_size: int) -> None:
