@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms import join as base
@@ -27,7 +25,6 @@ from overlap.errors import (
     OverlapError,
     PeerError,
     TrainingLoopError,
-    UnsupportedError,
 )
 from overlap.join.adapters import (
     DDPAdapter,
@@ -38,7 +35,7 @@ from overlap.join.adapters import (
     SchedulerAdapter,
     schedule_of,
 )
-from overlap.join.participation import JoinSession, active_join, sessions
+from overlap.join.participation import JoinSession, active_join, connect, disconnect, kept_connections, sessions
 from overlap.ranks.board import Agreement, Board, explained
 
 __all__ = ["Join", "JoinHook", "Joinable", "refuse_before_model"]
@@ -48,23 +45,18 @@ OnExhausted = Literal["shadow", "stop", "raise"]
 
 
 class JoinHook(base.JoinHook):
-    """What a rank that has run out of inputs does instead of its training loop; also a hook of PyTorch's ``Join``.
+    """PyTorch's: what a rank without inputs does in place of a call that notifies the Join, and at the end.
 
     >>> class Silent(JoinHook):
     ...     def main_hook(self):
-    ...         "What a rank without inputs issues."
+    ...         "Issue the collectives of one call, the same as ranks with inputs issue."
+    ...     def post_hook(self, is_last_joiner):
+    ...         "Called once on every rank, when all have run out of inputs."
     """
-
-    def main_hook(self) -> None:
-        """Issue the collectives of one call that notified the Join, the same as ranks with inputs issue."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once on every rank, when all have run out of inputs; ``is_last_joiner``: this rank is one of those
-        with most inputs."""
 
 
 class Joinable(base.Joinable):
-    """Issues collectives, once or more per iteration; also a ``Joinable`` of PyTorch's ``Join``.
+    """PyTorch's: issues collectives, once or more per iteration.
 
     Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__``.
 
@@ -92,24 +84,6 @@ class Joinable(base.Joinable):
     4
     """
 
-    @abstractmethod
-    def __init__(self) -> None:
-        super().__init__()
-
-    @abstractmethod
-    def join_hook(self, **kwargs: Any) -> base.JoinHook:
-        """Make the hook for one Join; ``kwargs`` are the keyword arguments of the Join that are not its own."""
-
-    @property
-    @abstractmethod
-    def join_device(self) -> torch.device:
-        """The device for the Join's own collectives."""
-
-    @property
-    @abstractmethod
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The process group; the same for all joinables of one Join."""
-
 
 def refuse_before_model(joinable: base.Joinable, model_joins: Callable[[], bool]) -> None:
     """Called before ``joinable`` notifies its Join; ``model_joins`` says whether its model is in a Join, too.
@@ -133,12 +107,9 @@ class Join(base.Join):
     hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At the end
     every rank has the parameters and buffers of the highest of those that ran longest.
 
-    An iteration is a batch of :meth:`iterate`; without it, a forward that records gradients, of the model that runs
-    first. Where every rank knows how many it will run (``lengths``, or a loader with a length given to
-    :meth:`iterate`), ranks exchange these numbers when the block begins, and iterations issue no collective for
-    joining; each must be one forward, one backward and one ``step()`` of each joinable, in the order of the list.
-    Otherwise any loop is followed: each iteration issues one all-reduce of some float64, under way during the forward,
-    and once a rank has run out each call that it replays issues one more.
+    An iteration is a batch of :meth:`iterate`; without it, a forward of the model that runs first. Any loop is
+    followed: each iteration issues one all-reduce of some float64 over connections of its own, under way during the
+    forward, and once a rank has run out each call that it replays issues one more.
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
@@ -146,7 +117,6 @@ class Join(base.Join):
             wrappers the optimizer inside is taken; a wrapper of a scheduler has it as ``.scheduler``.
         enable: ``False`` makes the block do nothing.
         throw_on_early_termination: the same as ``on_exhausted="raise"``.
-        lengths: how many iterations this rank will run.
         on_exhausted: what happens when the first rank runs out: ``"shadow"`` lets the others go on, ``"stop"`` ends
             :meth:`iterate` on all ranks at the same iteration, ``"raise"`` raises on all ranks.
         **kwargs: given to every ``join_hook``. DDP's is ``divide_by_initial_world_size`` (default ``True``): ``False``
@@ -156,8 +126,8 @@ class Join(base.Join):
         ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
             rank 0, or in another order.
         CollectiveError: another rank does something else there, such as registering a chain, or does not come.
-        UnsupportedError: a model with collectives in forward; or known lengths, and an iteration that is not regular.
-        TrainingLoopError: this rank ran more or fewer iterations than it said, or ``on_exhausted="raise"``.
+        UnsupportedError: a model with collectives in forward.
+        TrainingLoopError: a loop that cannot be followed, such as a ``break``, or ``on_exhausted="raise"``.
         PeerError: another rank failed; the message has its number.
 
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
@@ -177,7 +147,6 @@ class Join(base.Join):
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        lengths: int | None = None,
         on_exhausted: OnExhausted = "shadow",
         **kwargs: Any,
     ) -> None:
@@ -188,23 +157,14 @@ class Join(base.Join):
             raise ConfigurationError(
                 f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {told(on_exhausted)}"
             )
-        if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
-            raise ConfigurationError(
-                f"lengths is this rank's number of iterations, len(loader) say, got {told(lengths)}"
-            )
         divides_by_size = kwargs.get("divide_by_initial_world_size", True)
         self._divides_by_count = not check_flag("divide_by_initial_world_size", divides_by_size)
-        self._lengths, self._enable, self._on_exhausted = lengths, enable, on_exhausted
+        self._enable, self._on_exhausted = enable, on_exhausted
         self._joinables = joinables = _joinables(joinables)
         shadows = enable and on_exhausted == "shadow"
-        if lengths is not None and shadows and sum(isinstance(one, DistributedDataParallel) for one in joinables) > 1:
-            raise UnsupportedError(
-                "with known lengths an iteration is one forward and one backward, and this Join has several models: "
-                "leave lengths out"
-            )
         self._adapters = [_adapter(joinable, kwargs, shadows=shadows) for joinable in joinables]
         self._was_entered = False
-        self._group, self._join_device = _group_and_device(joinables)
+        self._group = _group_of(joinables)
         self._session: JoinSession | None = None
         self._undo = ExitStack()
 
@@ -228,27 +188,23 @@ class Join(base.Join):
             [each for one in self._joinables if (each := schedule_of(one)) is not None],
         )
         with Agreement(self._group, "enter Join") as agreement:
-            listed, has_lengths = ", ".join(map(_described, self._joinables)), self._lengths is not None
-            given = (
-                f"[{listed}], {hyperparameters.count} hyperparameters, on_exhausted={self._on_exhausted!r}, "
-                f"lengths={has_lengths}"
-            )
-            of_ranks = agreement.agree([given, self._lengths])
+            listed = ", ".join(map(_described, self._joinables))
+            given = f"[{listed}], {hyperparameters.count} hyperparameters, on_exhausted={self._on_exhausted!r}"
+            of_ranks = agreement.agree([given, kept_connections(self._group)])
             for rank, (others, _) in enumerate(of_ranks):
                 if others != of_ranks[0][0]:
                     raise ConfigurationError(
                         f"rank {rank} enters Join with {others}, but rank 0 with {of_ranks[0][0]}: every rank must be "
                         "given the same, in the same order"
                     )
-        lengths = None if self._lengths is None else [length for _, length in of_ranks]
-        board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
+            board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
+            channel = connect(self._group, board, [kept for _, kept in of_ranks], agreement.name)
         self._session = session = JoinSession(
             self._group,
-            self._join_device,
+            channel,
             board,
             self._adapters,
             hyperparameters,
-            lengths,
             on_exhausted=self._on_exhausted,
             divides_by_count=self._divides_by_count,
         )
@@ -259,9 +215,7 @@ class Join(base.Join):
             for adapter in self._adapters:
                 adapter.enter(session, self._undo)
         except BaseException as error:
-            board.report(error)
-            board.leave()
-            self._leave()
+            self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -269,8 +223,7 @@ class Join(base.Join):
         """The batches of ``loader``. Once in a block.
 
         Raises:
-            TrainingLoopError: outside of the block, a second time, after a forward, or where the loader has more or
-                fewer batches than its length says.
+            TrainingLoopError: outside of the block, a second time, or after a forward.
         """
         if not self._enable:
             yield from loader
@@ -293,11 +246,15 @@ class Join(base.Join):
             raised = own
         cause = None if raised is None else _cause(raised, session.board)
         failed_with = cause or raised
-        # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
-        if failed_with is not None and not isinstance(failed_with, PeerError) and not session.has_raised_on_all:
-            session.board.report(failed_with)
-        session.board.leave(has_failed=failed_with is not None and not session.has_raised_on_all)
-        self._leave()
+        if failed_with is None or session.has_raised_on_all:
+            session.board.leave()
+        else:
+            if not isinstance(failed_with, PeerError):  # Which the rank that caused it has reported.
+                session.board.report(failed_with)
+            session.board.leave(has_failed=True)
+            disconnect(session.group)
+        self._session = None
+        self._undo.close()
         if cause is not None:
             raise cause from raised
         if raised is not None and raised is not error:
@@ -315,22 +272,13 @@ class Join(base.Join):
     def _have_last_hyperparameters(self, session: JoinSession) -> None:
         """Take over those of the rank whose buffers count; raises on every rank where that is an error."""
         own = session.hyperparameters
-        of_ranks = session.board.gather("end", own.values(), purpose=" to the end of Join")
+        of_ranks = session.of_ranks(own.values())
         try:
             for values in (*of_ranks, of_ranks[session.buffer_source]):
                 own.follow(values)
         except TrainingLoopError:
             session.has_raised_on_all = True
             raise
-        # Rank 0 goes on last, when all have read: its process may host the store.
-        if session.rank == 0:
-            session.board.gather("after the end", None, purpose=" to leave Join")
-        else:
-            session.board.write(f"after the end/{session.rank}", None)
-
-    def _leave(self) -> None:
-        self._session = None
-        self._undo.close()
 
 
 def _joinables(given: Any) -> list[Any]:
@@ -367,7 +315,7 @@ def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> Joinabl
     )
 
 
-def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torch.device]:
+def _group_of(joinables: Sequence[Any]) -> dist.ProcessGroup:
     able = [joinable for joinable in joinables if isinstance(joinable, base.Joinable)]
     if not able:
         raise ConfigurationError("Join needs a joinable with a process group, such as a DistributedDataParallel model")
@@ -376,7 +324,7 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
         raise ConfigurationError(
             "Using join context manager with multiple process groups: give each group a Join of its own"
         )
-    return group, torch.device(able[0].join_device)
+    return group
 
 
 def _described(joinable: Any) -> str:
