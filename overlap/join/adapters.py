@@ -221,8 +221,8 @@ class DDPAdapter(JoinableAdapter):
         undo.callback(on_notify(ddp, torch.compiler.disable(self._on_forward)))
         undo.callback(self._divide_by_size)
         if session.shadows:
-            hook = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
-            undo.callback(hook.remove)
+            handle = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
+            undo.callback(handle.remove)
         # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second, which
         # DDP asks when it is about to call the module.
         answers = {

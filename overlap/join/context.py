@@ -319,7 +319,7 @@ def _group_of(joinables: Sequence[Any]) -> dist.ProcessGroup:
     able = [joinable for joinable in joinables if isinstance(joinable, base.Joinable)]
     if not able:
         raise ConfigurationError("Join needs a joinable with a process group, such as a DistributedDataParallel model")
-    group = able[0].join_process_group
+    group: dist.ProcessGroup = able[0].join_process_group
     if any(other.join_process_group is not group for other in able):
         raise ConfigurationError(
             "Using join context manager with multiple process groups: give each group a Join of its own"

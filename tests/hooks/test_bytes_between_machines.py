@@ -86,6 +86,7 @@ class _Crossing(GroupChannel):
         return self._ring(tensor.nbytes, 2)
 
     def all_gather(self, output: Tensor, input: Tensor) -> list[Any]:
+        output.zero_()  # Undefined values need not be a message.
         return self._ring(output.nbytes)
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:

@@ -72,6 +72,12 @@ MUTANTS: dict[str, Mutant] = {
         "pass",
         "hooks/test_reducers.py -k cast_rounds",
     ),
+    "the ranks of a machine are not summed first": Mutant(
+        "hooks/quantize.py",
+        "levels=self._memory.levels_of(group)",
+        "levels=None",
+        "hooks/test_bytes_between_machines.py -k bytes_that_the_page_says",
+    ),
     "the last rule decides": Mutant(
         "hooks/route.py",
         "reducer_of[name] = self.rules[found[0]]",
