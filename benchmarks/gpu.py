@@ -1,7 +1,7 @@
 """`make gpu`: all that needs a GPU, within eight minutes, and a report; `--device cpu` is the dry run.
 
 It needs torch and installs nothing. The checks of `tests/gpu` come first; then steps on all GPUs of the machine, by
-`benchmarks.gpu_ranks`; and where there is one GPU, steps on a simulated link, where one process stands for all ranks.
+`benchmarks.gpu_ranks`; and where there is one GPU, steps of two ranks that share it and send through TCP, a slow link.
 Each runs in processes of its own, so one that crashes or hangs costs its own section of the report, which is written
 after every section.
 """
@@ -30,24 +30,11 @@ __all__ = ["CRASHED", "main"]
 
 _ROOT = Path(__file__).parents[1]
 _BUDGET_S = {"cuda": 450.0, "cpu": 120.0}
-# Of the time that is left, for the checks and for the steps on all GPUs; then the rest is for the simulated link.
-_SHARES = {"one": (0.5, 0.5), "several": (0.35, 1.0)}
+# Of the time that is left, for the checks and for the steps on all GPUs; then the rest is for two ranks on one.
+_SHARES = {"one": (0.35, 0.6), "several": (0.35, 1.0)}
 # How long a command may go on after its own limit, which ends no check and no sample that has begun.
 _GRACE_S = 30.0
-_VARIANTS = (
-    "overlap-step-adamw", "overlap-step-adamw-deferred", "torch-hook-then-optimizer-adamw", "torch-zero-adamw",
-    "overlap-zero-adamw", "overlap-zero-adamw-gather-forward", "torch-fp16-adamw", "overlap-bf16",
-    "torch-powersgd-r4", "overlap-powersgd-r4", "overlap-quantize8", "overlap-quantize4-feedback",
-)  # fmt: skip
-# Model, batch of each rank, bandwidth of each rank's link.
-_SIMULATED = {
-    "cuda": (("gpt-350m", 8, "100gbit"), ("gpt-350m", 8, "25gbit")),
-    "cpu": (("mlp", 4, "1gbit"),),
-}
 CRASHED = "it ended the processes"
-_OF_THE_SIMULATION = (
-    "Every row sends through one process group written in Python; the host's own times are those above."
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=tuple(_BUDGET_S), default="cuda")
     parser.add_argument("--folder", type=Path, default=Path("overlap-gpu"), help="of the report")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it")
-    parser.add_argument("--variants", metavar="A,B,...", help="whose steps are timed on a simulated link")
-    parser.add_argument("--rows", default="", metavar="TEXT", help="ways to train on all GPUs whose name contains it")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="ways to train whose name contains it")
     parser.add_argument("--only", default="", metavar="TEXT", help="scenarios whose name contains it")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -84,10 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add(_machine, 0.0)
     add(_checks, checks_share, options.only)
     add(_ranks, ranks_share, ranks, options.rows)
-    models = _SIMULATED[options.device] if ranks_share < 1 else ()
-    variants = options.variants or ",".join(_VARIANTS if options.device == "cuda" else _VARIANTS[::5])
-    for place, model in enumerate(models):
-        add(_simulated, 1 / (len(models) - place), *model, variants)
+    if ranks_share < 1:
+        add(_ranks, 1.0, 2, options.rows, True)
     print("\n\n".join(sections))
     print(f"\n{folder / 'report.md'}" + "".join(f"\nfailed: {one}" for one in wrong), flush=True)
     return int(bool(wrong))
@@ -122,13 +106,15 @@ def _checks(device: str, folder: Path, limit_s: float, only: str) -> tuple[str, 
     ]
 
 
-def _ranks(device: str, folder: Path, limit_s: float, ranks: int, rows: str) -> tuple[str, list[str]]:
-    """Steps on all GPUs, by `benchmarks.gpu_ranks`: a table for each model and batch."""
+def _ranks(
+    device: str, folder: Path, limit_s: float, ranks: int, rows: str, is_slow: bool = False
+) -> tuple[str, list[str]]:
+    """Steps by `benchmarks.gpu_ranks`, on all GPUs or on a slow link: a table for each model and batch."""
     argv = [
         "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks.gpu_ranks",
-        "--device", device, "--time-limit", f"{limit_s:.0f}", "--only", rows,
+        "--device", device, "--time-limit", f"{limit_s:.0f}", "--only", rows, *(["--slow"] if is_slow else []),
     ]  # fmt: skip
-    results, failures = _run(argv, folder / "ranks.json", limit_s)
+    results, failures = _run(argv, folder / ("slow.json" if is_slow else "ranks.json"), limit_s)
     tables: dict[str, list[list[str]]] = {}
     plain: dict[tuple[str, int], float] = {}
     for cell in results or ():
@@ -145,35 +131,15 @@ def _ranks(device: str, folder: Path, limit_s: float, ranks: int, rows: str) -> 
         figures = f"{step_ms:.1f}", f"{step_ms / base_ms:.3f}", f"{cell['host_ms']:.1f}", f"{cell['launches']}"
         table.append([*words, *figures, f"{cell['peak_bytes'] / 1e9:.2f}"])
     texts = [f"**{title}**\n\n{in_markdown(table, left=(1,))}" for title, table in tables.items()]
-    failures += [f"ranks: {cell['row']}: {cell['status']}" for cell in results or () if _has_failed(cell, "row")]
-    return "\n\n".join([f"## Steps on {ranks} ranks", *texts, *failures]), failures
+    failures += [f"ranks: {cell['row']}: {cell['status']}" for cell in results or () if _has_failed(cell)]
+    title = "Steps of 2 ranks that share a GPU, NCCL through TCP" if is_slow else f"Steps on {ranks} ranks"
+    return "\n\n".join([f"## {title}", *texts, *failures]), failures
 
 
-def _simulated(
-    device: str, folder: Path, limit_s: float, model: str, batch_size: int, bandwidth: str, variants: str
-) -> tuple[str, list[str]]:
-    """Step times on a simulated link, by `benchmarks.bench`; one of ours that did not run is a failure."""
-    name = f"{model}-{bandwidth}"
-    argv = [
-        "benchmarks.bench", "--device", device, "--simulate", "--ranks", "8", "--bandwidth", bandwidth,
-        "--model", model, "--batch-size", str(batch_size), "--optimizer", "adamw-fused", "--gradient-as-bucket-view",
-        "--steps", "20" if device == "cuda" else "3", "--warmup-steps", "20" if device == "cuda" else "3",
-        "--time-limit", f"{max(limit_s, 30.0):.0f}", "--variants", variants, "--markdown", str(folder / f"{name}.md"),
-    ]  # fmt: skip
-    results, failures = _run(argv, folder / f"{name}.json", limit_s)
-    lines = [f"## {model}, 8 simulated ranks, {bandwidth}", _OF_THE_SIMULATION]
-    if results is not None:
-        lines.append((folder / f"{name}.md").read_text().strip())
-        failures += [
-            f"{name}: {row['variant']}: {row['status']}" for row in results["rows"] if _has_failed(row, "variant")
-        ]
-    return "\n\n".join([*lines, *failures]), failures
-
-
-def _has_failed(row: dict[str, Any], name: str) -> bool:
+def _has_failed(cell: dict[str, Any]) -> bool:
     """PyTorch's own ways refuse this and that; and one may have had no time."""
-    is_ours = row[name].startswith(("overlap-", "Step", "ZeroStep"))
-    return (is_ours or row["status"] == CRASHED) and not row["status"].startswith(("ok", "not run", "not timed"))
+    is_ours = not cell["row"].startswith(("plain DDP", "DDP, ", "torch ", "FSDP2"))
+    return (is_ours or cell["status"] == CRASHED) and cell["status"] not in ("ok", "not run")
 
 
 def _run(argv: Sequence[str], results: Path, limit_s: float) -> tuple[Any, list[str]]:

@@ -2,10 +2,11 @@
 
     torchrun --standalone --nproc-per-node gpu -m benchmarks.gpu_ranks --json ranks.json [--time-limit 200]
 
-One GPU is a world of one rank, whose collectives cost their launches alone. A cell is a model, a batch, a bucket size
-and a way to train: steps to warm up, some in a row for the step's time, and a few alone, in which the host's time is
-that until `step()` returns, and of which one is profiled for the launches. Times, and memory after the warm-up, are of
-the worst rank. The cells follow by importance until the time is over; the file is written after each.
+One GPU is a world of one rank, whose collectives cost their launches alone. With more ranks than GPUs several share
+one, and NCCL sends through TCP: a slow link, for which there are rows of their own. A cell is a model, a batch, a
+bucket size and a way to train: steps to warm up, some in a row for the step's time, and a few alone, in which the
+host's time is that until `step()` returns, and of which one is profiled for the launches. Times, and memory after the
+warm-up, are of the worst rank. The cells follow by importance until the time is over; the file is written after each.
 """
 
 from __future__ import annotations
@@ -27,35 +28,57 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import CRASHED
+from benchmarks.link import shared_gpu_env
 from benchmarks.measuring import MemoryMeter
 from benchmarks.models import WORKLOADS
 from benchmarks.ranks import die_with_parent
-from benchmarks.recipes import Maker, Recipe, plain, sharded, stepped, stepped_by_loop, torch_hook, torch_zero
-from overlap import AllReduce, Cast
+from benchmarks.recipes import Maker, Recipe, plain, reduced, sharded, stepped, stepped_by_loop, torch_hook, torch_zero
+from overlap import AllReduce, Cast, Int4, Int8, PowerSGD, Quantize
 from overlap._torch.device import synchronize
 from overlap.hooks.engine.registration import registration_of
 
 # Steps: to warm up, in a row, alone.
-_STEPS = {"cuda": (20, 10, 5), "cpu": (3, 2, 1)}
+_STEPS = {"cuda": (20, 10, 5), "slow": (4, 4, 1), "cpu": (3, 2, 1)}
 _ADAMW = Maker(torch.optim.AdamW, {"lr": 1e-4, "fused": True})
+
+
+def _of_rank_4(group: dist.ProcessGroup) -> object:
+    return powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2)
+
+
 # With the full batch of each rank; a quarter of it is where communication shows.
 MODELS = {"cuda": {"resnet50-224": 128, "gpt-350m": 8, "gpt-1.3b": 8}, "cpu": {"mlp-batchnorm": 8}}
 FSDP = "FSDP2, bf16"
-ROWS: dict[str, Recipe | None] = {
+PLAIN: dict[str, Recipe | None] = {
     "plain DDP": plain,
     "DDP, bf16 hook": torch_hook(default_hooks.bf16_compress_hook),
+}
+ROWS: dict[str, Recipe | None] = {
+    **PLAIN,
     "Step": stepped(),
     "Step, released": stepped(release_gradients=True),
     "Step, deferred, bf16": stepped(lambda: Cast(torch.bfloat16, AllReduce()), deferred=True),
     "ZeroStep, deferred, in forward": sharded(deferred=True, gather="forward"),
     "torch ZeRO": torch_zero,
     FSDP: None,
+}
+SLOW_MODEL = {"cuda": {"gpt-350m": 8}, "cpu": MODELS["cpu"]}
+SLOW_ROWS: dict[str, Recipe | None] = {
+    **PLAIN,
+    "DDP, PowerSGD hook of rank 4": torch_hook(powerSGD_hook.powerSGD_hook, _of_rank_4),
+    "Step, deferred": stepped(deferred=True),
+    "Cast(bfloat16)": reduced(lambda: Cast(torch.bfloat16, AllReduce())),
+    "Quantize(Int8())": reduced(lambda: Quantize(Int8())),
+    "Quantize(Int4(), error_feedback=True)": reduced(lambda: Quantize(Int4(), error_feedback=True)),
+    "PowerSGD(rank=4)": reduced(lambda: PowerSGD(rank=4)),
+    "ZeroStep, deferred, in forward": sharded(deferred=True, gather="forward"),
+    "torch ZeRO": torch_zero,
 }
 
 
@@ -72,28 +95,32 @@ class Cell:
     status: str = "not run"
 
 
-def cells(device: str) -> Iterator[Cell]:
+def cells(device: str, *, is_slow: bool) -> Iterator[Cell]:
+    if is_slow:
+        for (model, batch), row in product(SLOW_MODEL[device].items(), SLOW_ROWS):
+            yield Cell(model=model, batch=batch, bucket_mb=25, row=row)
+        return
     for share, bucket_mb in product((1, 4), (25, 100)):
         for (model, batch), row in product(MODELS[device].items(), ROWS):
             if row != FSDP or bucket_mb == 25:  # It has no buckets.
                 yield Cell(model=model, batch=batch // share, bucket_mb=bucket_mb, row=row)
 
 
-def measure(cell: Cell, device: torch.device) -> None:
+def measure(cell: Cell, device: torch.device, *, is_slow: bool) -> None:
     workload = WORKLOADS[cell.model]
     torch.manual_seed(dist.get_rank())
     inputs, target = (one.to(device) for one in workload.make_batch(cell.batch))
     torch.manual_seed(0)
     with device:
         model = workload.make_model()
-    recipe = ROWS[cell.row]
+    recipe = {**SLOW_ROWS, **ROWS}[cell.row]
     if recipe is None:
         wrapped: nn.Module = _fully_sharded(model)
         update = stepped_by_loop(_ADAMW(wrapped.parameters()))
     else:
         ddp = wrapped = DistributedDataParallel(model, bucket_cap_mb=cell.bucket_mb, gradient_as_bucket_view=True)
         update = recipe(ddp, _ADAMW)
-    warm_up, in_row, alone = _STEPS[device.type]
+    warm_up, in_row, alone = _STEPS["slow" if is_slow else device.type]
     is_cast = workload.autocast is not None and device.type != "cpu"
 
     def step() -> None:
@@ -158,17 +185,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(MODELS), default="cuda")
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--slow", action="store_true", help="the rows for slow links; so with more ranks than GPUs")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains it")
     parser.add_argument("--time-limit", type=float, default=200.0, metavar="SECONDS", help="begin no cell after it")
     options = parser.parse_args()
     die_with_parent()
     until_s = time.monotonic() + options.time_limit
-    device = torch.device("cpu")
+    device, is_slow = torch.device("cpu"), options.slow
     if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        gpus, rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", rank % gpus)
         torch.cuda.set_device(device)
+        if is_slow := int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
+            os.environ.update(shared_gpu_env(rank))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
-    found = [cell for cell in cells(options.device) if options.only in cell.row]
+    found = [cell for cell in cells(options.device, is_slow=is_slow) if options.only in cell.row]
     for cell in found:
         verdict = torch.tensor(float(time.monotonic() < until_s), device=device)
         dist.broadcast(verdict, 0)
@@ -177,7 +208,7 @@ def main() -> None:
         cell.status = CRASHED  # While it runs.
         _save(found, options.json)
         try:
-            measure(cell, device)
+            measure(cell, device, is_slow=is_slow)
             cell.status = "ok"
         except Exception as error:
             traceback.print_exc()

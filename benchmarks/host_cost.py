@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import overlap
 from benchmarks.pages import in_columns
-from benchmarks.recipes import Maker, Recipe, Update, plain, sharded, stepped, stepped_by_loop
+from benchmarks.recipes import Maker, Recipe, Update, plain, reduced, sharded, stepped
 from overlap import (
     AllReduce,
     Cast,
@@ -124,14 +124,6 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def _reduced(make_reducer: Callable[[], Stage]) -> Recipe:
-    def recipe(ddp: DistributedDataParallel, make: Maker) -> Update:
-        chain(make_reducer()).register(ddp)
-        return stepped_by_loop(make(ddp.parameters()))
-
-    return recipe
-
-
 def _transformed(make_transform: Callable[[], Stage]) -> Recipe:
     def recipe(ddp: DistributedDataParallel, make: Maker) -> Update:
         optimizer = OverlappedOptimizer(make(ddp.parameters()))
@@ -158,8 +150,8 @@ PLAIN = "plain DDP"
 # By name: the ranks that the fake group stands for, and the recipe.
 METHODS: dict[str, tuple[int, Recipe]] = {
     PLAIN: (8, _without_chain),
-    "AllReduce": (8, _reduced(AllReduce)),
-    "Cast(bfloat16)": (8, _reduced(lambda: Cast(torch.bfloat16, AllReduce()))),
+    "AllReduce": (8, reduced(AllReduce)),
+    "Cast(bfloat16)": (8, reduced(lambda: Cast(torch.bfloat16, AllReduce()))),
     "AllReduce, Step": (8, stepped()),
     "AllReduce, Step, deferred": (8, stepped(deferred=True)),
     "AllReduce, Step, released": (8, stepped(release_gradients=True)),
@@ -168,10 +160,10 @@ METHODS: dict[str, tuple[int, Recipe]] = {
     "ZeroStep, 8 ranks": (8, sharded()),
     "ZeroStep, 64 ranks": (64, sharded()),
     "ZeroStep, in forward": (8, sharded(gather="forward")),
-    "PowerSGD(rank=4)": (8, _reduced(lambda: PowerSGD(rank=4))),
-    "Quantize(Int8()), 8 ranks": (8, _reduced(lambda: Quantize(Int8()))),
-    "Quantize(Int8()), 64 ranks": (64, _reduced(lambda: Quantize(Int8()))),
-    "Quantize(Int4()), feedback": (8, _reduced(lambda: Quantize(Int4(), error_feedback=True))),
+    "PowerSGD(rank=4)": (8, reduced(lambda: PowerSGD(rank=4))),
+    "Quantize(Int8()), 8 ranks": (8, reduced(lambda: Quantize(Int8()))),
+    "Quantize(Int8()), 64 ranks": (64, reduced(lambda: Quantize(Int8()))),
+    "Quantize(Int4()), feedback": (8, reduced(lambda: Quantize(Int4(), error_feedback=True))),
 }
 
 

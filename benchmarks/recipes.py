@@ -107,6 +107,16 @@ def torch_zero_interleaved(ddp: DistributedDataParallel, make: Maker) -> Update:
     return stepped_by_loop(zero)
 
 
+def reduced(make_reducer: Callable[[], Stage]) -> Recipe:
+    """A chain that only reduces; the loop steps the optimizer."""
+
+    def recipe(ddp: DistributedDataParallel, make: Maker) -> Update:
+        chain(make_reducer()).register(ddp)
+        return stepped_by_loop(make(ddp.parameters()))
+
+    return recipe
+
+
 def stepped(reducer: Callable[[], Stage] = AllReduce, **options: Any) -> Recipe:
     """`chain(reducer(), Step(..., **options))`."""
 
