@@ -191,7 +191,6 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
         r"first call \.remove\(\) on what register returned, or make one chain of both",
     ),
     "Step, a class": (lambda of: Step(torch.optim.SGD), r"got the class SGD; make one, as in torch\.optim\.SGD\(ddp"),
-    "Step, clipping by a name": (lambda of: Step(of.sgd, clip_grad_norm="1"), "clip_grad_norm is a number, got '1'"),
     "Step, deferred by a name": (lambda of: Step(of.sgd, deferred="yes"), "deferred is True, False or None, got 'yes'"),
     "sharded, a number": (
         lambda of: ZeroRedundancyOptimizer(1.2, torch.optim.SGD, lr=0.1),

@@ -207,8 +207,8 @@ MUTANTS: dict[str, Mutant] = {
         "optim/test_applied_gradients.py -k every_write",
     ),
     "a second backward is accepted": Mutant(
-        "optim/phases.py",
-        "Phase.APPLIED: SECOND_BACKWARD,",
+        "optim/lifecycle.py",
+        "Phase.APPLIED: _SECOND_BACKWARD,",
         "Phase.APPLIED: Phase.BACKWARD,",
         "optim/test_step_loop_errors.py -k second_backward",
     ),
