@@ -174,14 +174,6 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
         lambda of: PowerSGD(matrix_approximation_rank=4),
         r"powerSGD_hook, overlap\.PowerSGDState\(None, matrix_approximation_rank=4",
     ),
-    "OverlappedOptimizer, a class and options": (
-        lambda of: OverlappedOptimizer(torch.optim.AdamW, lr=1e-3),
-        r"write OverlappedOptimizer\(torch\.optim\.AdamW\(ddp\.parameters\(\), lr=0\.001\)\)",
-    ),
-    "OverlappedOptimizer, as ZeRO": (
-        lambda of: OverlappedOptimizer(of.model.parameters(), Lookahead),
-        r"write OverlappedOptimizer\(Lookahead\(ddp\.parameters\(\)\)\)",
-    ),
     "sharded, a class that wraps": (
         lambda of: ZeroRedundancyOptimizer(of.model.parameters(), Lookahead, k=2),
         r"write Lookahead\(zero\), with ZeroStep\(zero, deferred=True\)",

@@ -55,8 +55,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hyperparameters are not compared at registration": Mutant(
         "hooks/engine/registration.py",
-        'digest {digest(named)}", **update.settings}',
-        'digest {digest(named)}"}',
+        "settings = [dict(update.settings) for update in runtime.updates]",
+        "settings = [{} for update in runtime.updates]",
         "optim/test_step_registered.py -k other_hyperparameters",
     ),
     "an abandoned backward is not noticed": Mutant(
