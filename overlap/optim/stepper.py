@@ -361,14 +361,17 @@ class StepGuard:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._comes_through(optimizer) or not self.is_alive():
             return
-        how = (
-            "inside backward, and step() would apply the gradients again: leave the call out, or give "
-            "OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, of Step(optimizer, "
-            "deferred=True))"
-        )
+        name = type(optimizer).__name__
         if self._through is not None:
-            how = "by step() of the OverlappedOptimizer that wraps it: call step() of the OverlappedOptimizer"
-        raise TrainingLoopError(f"this {type(optimizer).__name__} is stepped {how}")
+            raise TrainingLoopError(
+                f"this {name} is stepped by the OverlappedOptimizer that wraps it, and its own step() would apply the "
+                "gradients again: call step() of the OverlappedOptimizer"
+            )
+        raise TrainingLoopError(
+            f"this {name} is stepped inside backward, and step() would apply the gradients again: leave the call out, "
+            "or give OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, of a Step "
+            "with deferred=True)"
+        )
 
     def _comes_through(self, optimizer: Any) -> bool:
         """Whether this is the step of the wrapper, or of one around it."""
