@@ -9,7 +9,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-from overlap.optim.phases import TRANSITIONS, Phase, Refusal
+from overlap.optim.lifecycle import TRANSITIONS, Phase, Refusal
 
 PHASES = tuple(Phase)
 Words = tuple[str, str]

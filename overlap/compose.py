@@ -23,10 +23,11 @@ class OptimizerHookState:
     Args:
         optimizer: a plain ``torch.optim.Optimizer`` or a functional one (backward does everything, the loop calls no
             ``step()``), or an :class:`overlap.optim.OverlappedOptimizer` (the loop calls its ``step()``).
-        params: update these alone; the others keep their averaged ``.grad``. All where ``None``.
+        params: the parameters of ``optimizer``, or for a functional one without parameters those that it is to have;
+            ``None``: all. Others of the model keep their averaged ``.grad``.
 
     Raises:
-        ConfigurationError: ``optimizer`` is not an optimizer that can update in backward, or lacks some of ``params``.
+        ConfigurationError: ``optimizer`` is not an optimizer that can update in backward, or has not just ``params``.
 
     >>> state = OptimizerHookState(torch.optim.SGD(ddp.parameters(), lr=0.1))
     >>> ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
@@ -34,20 +35,27 @@ class OptimizerHookState:
     """
 
     def __init__(self, optimizer: Optimizer | FunctionalOptimizer, params: Iterable[Tensor] | None = None) -> None:
-        self.optimizer = optimizer
-        given = as_list(params)
-        self.params = params if given is None else given
+        self.optimizer, self.params = optimizer, as_list(params)
+        if params is not None and isinstance(optimizer, FunctionalOptimizer) and optimizer.adopts:
+            optimizer.adopt(self.params or ())
+            optimizer.adopts = False
         self.stage()  # Raises here, and not where the hook is made.
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if params is not None and (not own or own != set(map(id, self.params or ()))):
+            raise ConfigurationError(
+                f"params are not the parameters of this {type(optimizer).__name__}: give "
+                "OptimizerHookState(torch.optim.SGD(params, lr=0.1)) an optimizer of the parameters to update"
+            )
 
     def stage(self) -> Step:
         """The update as a stage of its own."""
-        return Step(self.optimizer, params=self.params)
+        return Step(self.optimizer)
 
 
 def hook_then_optimizer(hook: Stage | CommHook | Callable[..., Any], state: OptimizerHookState) -> StageHook:
     """A hook that reduces a bucket with ``hook`` and then updates its parameters, while backward goes on.
 
-    The same as ``chain(hook, Step(state.optimizer, params=state.params))``, in the form that
+    The same as ``chain(hook, Step(state.optimizer))``, in the form that
     ``ddp.register_comm_hook(hook_state, ...)`` takes; ``hook_state`` is what ``hook`` gets as its state. It serves one
     model, as the optimizer does. Registered with :func:`overlap.register` it also clears gradients before the next
     forward, and knows what the model's process group is; with DDP itself, call ``zero_grad()`` as ever.

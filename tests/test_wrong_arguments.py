@@ -174,14 +174,6 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
         lambda of: PowerSGD(matrix_approximation_rank=4),
         r"powerSGD_hook, overlap\.PowerSGDState\(None, matrix_approximation_rank=4",
     ),
-    "OverlappedOptimizer, a class and options": (
-        lambda of: OverlappedOptimizer(torch.optim.AdamW, lr=1e-3),
-        r"write OverlappedOptimizer\(torch\.optim\.AdamW\(ddp\.parameters\(\), lr=0\.001\)\)",
-    ),
-    "OverlappedOptimizer, as ZeRO": (
-        lambda of: OverlappedOptimizer(of.model.parameters(), Lookahead),
-        r"write OverlappedOptimizer\(Lookahead\(ddp\.parameters\(\)\)\)",
-    ),
     "sharded, a class that wraps": (
         lambda of: ZeroRedundancyOptimizer(of.model.parameters(), Lookahead, k=2),
         r"write Lookahead\(zero\), with ZeroStep\(zero, deferred=True\)",
@@ -191,7 +183,6 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
         r"first call \.remove\(\) on what register returned, or make one chain of both",
     ),
     "Step, a class": (lambda of: Step(torch.optim.SGD), r"got the class SGD; make one, as in torch\.optim\.SGD\(ddp"),
-    "Step, clipping by a name": (lambda of: Step(of.sgd, clip_grad_norm="1"), "clip_grad_norm is a number, got '1'"),
     "Step, deferred by a name": (lambda of: Step(of.sgd, deferred="yes"), "deferred is True, False or None, got 'yes'"),
     "sharded, a number": (
         lambda of: ZeroRedundancyOptimizer(1.2, torch.optim.SGD, lr=0.1),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from overlap import AllReduce, Step, chain
+from overlap import AllReduce, ClipGradNorm, Step, chain
 from overlap.integrations.accelerate import prepare
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,7 +37,7 @@ else:
         optimizer,
         loader,
         scheduler,
-        chain=lambda optimizer: chain(AllReduce(), Step(optimizer, clip_grad_norm=1.0)),
+        chain=lambda optimizer: chain(AllReduce(), ClipGradNorm(1.0), Step(optimizer)),
     )
 if options.resume:
     accelerator.load_state(options.output_dir / f"epoch-{options.resume}")

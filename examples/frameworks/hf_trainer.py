@@ -6,7 +6,7 @@ import tempfile
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from overlap import AllReduce, Step, chain
+from overlap import AllReduce, ClipGradNorm, Step, chain
 from overlap.integrations.transformers import OverlapTrainer
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -41,7 +41,7 @@ else:
         model,
         args,
         train_dataset=data,
-        chain=lambda optimizer: chain(AllReduce(), Step(optimizer, clip_grad_norm=1.0)),
+        chain=lambda optimizer: chain(AllReduce(), ClipGradNorm(1.0), Step(optimizer)),
     )
 trained = trainer.train(resume_from_checkpoint=options.resume or None)
 total = sum(parameter.double().abs().sum() for parameter in model.parameters()).item()

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from overlap import AllReduce, OverlappedOptimizer, Step, chain
+from overlap import AllReduce, ClipGradNorm, OverlappedOptimizer, Step, chain
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--plain", action="store_true", help="without overlap: it learns the same")
@@ -31,7 +31,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 if not options.plain:
     optimizer = OverlappedOptimizer(optimizer)
-    chain(AllReduce(), Step(optimizer, clip_grad_norm=1.0)).register(model)  # clips itself, by the same norm
+    chain(AllReduce(), ClipGradNorm(1.0), Step(optimizer)).register(model)
 
 generator = torch.Generator().manual_seed(dist.get_rank())
 for batch in range(options.batches):

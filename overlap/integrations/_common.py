@@ -19,9 +19,8 @@ from overlap.errors import ConfigurationError
 from overlap.hooks import Registration, Role, Stage, chain
 from overlap.hooks.stage import walk
 from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.phases import Form, Phase
 from overlap.optim.update import Update
 from overlap.resume import TrainState
 from overlap.resume.train_state import remembers

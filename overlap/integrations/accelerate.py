@@ -171,7 +171,7 @@ class Attached:
                 for run in runs:
                     run.refuse_in_backward(
                         f"clip_grad_norm_(..., {max_norm}) comes after backward",
-                        f", or leave it out and clip in the chain, clip_grad_norm={max_norm}",
+                        f", or leave it out and put ClipGradNorm({max_norm}) into the chain",
                     )
             if not any(run.sharded and run.updates for run in runs):
                 if not any(run.makes_updates_in_backward for run in runs):

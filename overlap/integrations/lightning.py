@@ -84,7 +84,7 @@ class OverlapStrategy(DDPStrategy):
         # The trainer's use of gradients after backward, and how else a user can have it than by a deferred update.
         late: dict[str, str] = {}
         if clip := trainer.gradient_clip_val:
-            instead = f", or leave gradient_clip_val out and clip in the chain, clip_grad_norm={clip}"
+            instead = f", or leave gradient_clip_val out and put ClipGradNorm({clip}) into the chain"
             late[f"gradient_clip_val={clip} clips after backward"] = instead
         if self._scaler is not None:
             late["precision='16-mixed' decides after backward whether to step"] = ", or 'bf16-mixed'"

@@ -27,7 +27,7 @@ class OverlapMixin:
         OverlapTrainer(model, args, train_dataset=data, chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
 
     Where the Trainer clips (``max_grad_norm`` is 1.0 by default) or scales (``fp16=True``), interleaved updates of the
-    chain are deferred; ``max_grad_norm=0`` and ``Step(optimizer, clip_grad_norm=1.0)`` clip in the chain.
+    chain are deferred; ``max_grad_norm=0`` and ``ClipGradNorm(1.0)`` clip in the chain.
 
     If stages have state, a checkpoint has an additional file for each rank, ``overlap-rank-0.pt``.
 
@@ -111,7 +111,7 @@ class OverlapCallback(TrainerCallback):
         if late:
             run.refuse_in_backward(
                 late,
-                f", or give max_grad_norm=0 and clip in the chain, clip_grad_norm={args.max_grad_norm}",
+                f", or give max_grad_norm=0 and put ClipGradNorm({args.max_grad_norm}) into the chain",
             )
         if resume is not None:
             load_files(resume, args.process_index, [run])

@@ -435,8 +435,8 @@ class ReplayedGradients(Terms):
         raise TrainingLoopError(
             "gradients cannot be changed between backward and step() (by clipping or GradScaler, say) while ranks "
             f"{self._missing()} have run out of inputs and step with the mean that backward left: clip with "
-            "Step(optimizer, clip_grad_norm=...), ZeroStep(zero, clip_grad_norm=...) or "
-            "LocalSGD(..., transforms=[ClipGradNorm(...)]), and leave GradScaler out (bfloat16 needs none)"
+            "ClipGradNorm(max_norm) in the chain or in LocalSGD(..., transforms=[ClipGradNorm(max_norm)]), and leave "
+            "GradScaler out (bfloat16 needs none)"
         )
 
 

@@ -8,17 +8,6 @@ check_imported_as(__name__, "overlap.optim")
 
 if TYPE_CHECKING:
     from overlap.optim.declared import declare
-    from overlap.optim.functional import (
-        FunctionalAdadelta,
-        FunctionalAdagrad,
-        FunctionalAdam,
-        FunctionalAdamax,
-        FunctionalAdamW,
-        FunctionalOptimizer,
-        FunctionalRMSprop,
-        FunctionalRprop,
-        FunctionalSGD,
-    )
     from overlap.optim.local_sgd import (
         Average,
         HierarchicalModelAverager,
@@ -30,6 +19,17 @@ if TYPE_CHECKING:
     )
     from overlap.optim.optimizer import OverlappedOptimizer
     from overlap.optim.step import Step
+    from overlap.optim.torch_names import (
+        FunctionalAdadelta,
+        FunctionalAdagrad,
+        FunctionalAdam,
+        FunctionalAdamax,
+        FunctionalAdamW,
+        FunctionalOptimizer,
+        FunctionalRMSprop,
+        FunctionalRprop,
+        FunctionalSGD,
+    )
     from overlap.optim.zero import (
         ReduceScatter,
         ZeroRedundancyOptimizer,
@@ -41,17 +41,6 @@ else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
         "declared": ("declare",),
-        "functional": (
-            "FunctionalAdadelta",
-            "FunctionalAdagrad",
-            "FunctionalAdam",
-            "FunctionalAdamax",
-            "FunctionalAdamW",
-            "FunctionalOptimizer",
-            "FunctionalRMSprop",
-            "FunctionalRprop",
-            "FunctionalSGD",
-        ),
         "local_sgd": (
             "Average",
             "HierarchicalModelAverager",
@@ -63,6 +52,17 @@ else:
         ),
         "optimizer": ("OverlappedOptimizer",),
         "step": ("Step",),
+        "torch_names": (
+            "FunctionalAdadelta",
+            "FunctionalAdagrad",
+            "FunctionalAdam",
+            "FunctionalAdamax",
+            "FunctionalAdamW",
+            "FunctionalOptimizer",
+            "FunctionalRMSprop",
+            "FunctionalRprop",
+            "FunctionalSGD",
+        ),
         "zero": (
             "ReduceScatter",
             "ZeroRedundancyOptimizer",

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Adafactor, Optimizer
 
 from overlap._checks import described, is_one_of, told
-from overlap._torch.optimizer import all_pre_hooks, own_step, unhooked_step
+from overlap._torch.optimizer import all_pre_hooks, own_step
 from overlap.errors import ConfigurationError, UnsupportedError
 
 __all__ = [
@@ -82,9 +82,6 @@ KNOWN: Mapping[str, Unit] = {
 }
 """Unit by ``"<top-level package>.<ClassName>"``; of ``torch``, those of ``torch.optim``."""
 
-# Names that a derived class must not define anew, beside all that are not special: properties would replace attributes.
-_DECISIVE = {"defaults", "param_groups", "state", "__getattribute__", "__getattr__", "__setattr__", "__setstate__"}
-
 _declared: WeakKeyDictionary[type[Optimizer], Unit] = WeakKeyDictionary()
 
 
@@ -108,10 +105,10 @@ def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
       same whichever parameters are stepped;
     - runs its kernels on the current stream, as those of bitsandbytes do not.
 
-    The optimizers of ``torch.optim`` and many others are known without a declaration. A declaration holds for derived
-    classes that override nothing of the class but ``__init__`` and ``__repr__``. **A declaration is not checked: if it
-    is wrong, the training is silently wrong.** An optimizer for which none is right works with
-    ``Step(OverlappedOptimizer(optimizer), deferred=True)``, which calls ``optimizer.step()`` itself.
+    The optimizers of ``torch.optim`` and many others are known without a declaration. A derived class, which may
+    override anything, is declared anew. **A declaration is not checked: if it is wrong, the training is silently
+    wrong.** An optimizer for which none is right works with ``Step(OverlappedOptimizer(optimizer), deferred=True)``,
+    which calls ``optimizer.step()`` itself.
 
     Use it as a function, ``declare(Lion, "element")``, or as a decorator of the class, ``@declare("element")``.
 
@@ -165,35 +162,12 @@ def _checked(unit: object, name: str = "Lion") -> Unit:
 def unit_of(optimizer: Optimizer | type[Optimizer]) -> Unit | None:
     """The unit in which ``optimizer`` (or the class) updates; ``None`` where it is neither known nor declared."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    known = _known_base(cls)
-    return None if known is None or _overridden(cls, known) else _unit_of_itself(known)
-
-
-def _unit_of_itself(cls: type[Optimizer]) -> Unit | None:
     if (unit := _declared.get(cls)) is not None:
         return unit
     package = cls.__module__.partition(".")[0]
     if package == "torch" and not cls.__module__.startswith("torch.optim"):
         return None
     return KNOWN.get(f"{package}.{cls.__qualname__}")
-
-
-def _known_base(cls: type) -> type[Optimizer] | None:
-    """The first class in the order of inheritance that is known or declared itself."""
-    return next((base for base in cls.__mro__ if issubclass(base, Optimizer) and _unit_of_itself(base)), None)
-
-
-def _overridden(cls: type, known: type[Optimizer]) -> str | None:
-    """A name that a class between ``cls`` and ``known`` defines anew, of those that ``known`` has."""
-    between = cls.__mro__[: cls.__mro__.index(known)]
-    inherited = set().union(*(vars(base) for base in known.__mro__))
-    for name in (name for base in between for name in vars(base)):
-        if name not in _DECISIVE and (name not in inherited or name.startswith("__") or name == "_abc_impl"):
-            continue
-        # The first object of a class puts a wrapper around step() into the class, also if it has inherited it.
-        if name != "step" or unhooked_step(cls) is not unhooked_step(known):
-            return name
-    return None
 
 
 def check_unit(optimizer: Optimizer | type[Optimizer], *, instead: str) -> Unit:
@@ -205,14 +179,13 @@ def check_unit(optimizer: Optimizer | type[Optimizer], *, instead: str) -> Unit:
     if unit is not None:
         return unit
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    name, why = cls.__name__, ""
+    name = cls.__name__
     if _is_on_default_stream(cls):
         raise UnsupportedError(f"{name} cannot be stepped in parts: {_ON_DEFAULT_STREAM}")
-    if (known := _known_base(cls)) is not None:
-        why = f" ({known.__name__} is, but {name} overrides its {_overridden(cls, known)})"
+    bases = [f"; {base.__name__} is" for base in cls.__mro__[1:] if issubclass(base, Optimizer) and unit_of(base)]
     raise UnsupportedError(
-        f"{name} is neither known nor declared{why}, so its update cannot be made in parts. If its update of a "
-        "parameter depends on that parameter, its state and its group's options alone, declare it: "
+        f"{name} is neither known nor declared{''.join(bases[:1])}, so its update cannot be made in parts. If its "
+        "update of a parameter depends on that parameter, its state and its group's options alone, declare it: "
         f'overlap.declare({name}, "parameter") (or "element", if the same holds for each element). Otherwise use '
         f"{instead}, which calls optimizer.step() itself and is exact for any optimizer"
     )

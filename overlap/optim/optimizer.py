@@ -3,8 +3,8 @@
 [Note: the loop's step]
 
 :meth:`LoopOptimizer.step` makes the updates that stages have left, and ends those that they made in backward: *check*
-that the phases of all models allow it, find the *pending* gradients (those that were not applied yet), *unscale* and
-*clip* them, *apply* them unless a scaler or a stage has found one that is not finite, and *publish* the new parameters.
+that the phases of all models allow it, find the *pending* gradients (those that were not applied yet), *unscale* them,
+*apply* them unless a scaler or a stage has found one that is not finite, and *publish* the new parameters.
 ZeRO without a stage is the same step, of gradients that the loop has averaged.
 """
 
@@ -13,24 +13,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import refuse_capture, told
+from overlap._checks import refuse_capture
 from overlap._torch.optimizer import mark_stepped, patch_step, run_step_hooks, unwrapped
-from overlap.errors import ArgumentTypeError, ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks.transforms.clip import Clipping, in_model_order
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
-from overlap.optim.lifecycle import refusals_told
-from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase
+from overlap.optim.lifecycle import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase, refusals_told
 from overlap.optim.stepper import StepGuard, SubsetStepper, Verdict, check_optimizer, grads_replaced, step_whole
-from overlap.optim.update import Update
+from overlap.optim.update import Update, check_unscaled
 
 __all__ = ["LoopOptimizer", "OptimizerProxy", "OverlappedOptimizer", "evaluated"]
 
@@ -76,10 +74,6 @@ class LoopOptimizer(Optimizer, Joinable):
     @abstractmethod
     def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
         """The parameters to update, and the gradient of each, or this rank's part of it."""
-
-    @abstractmethod
-    def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
-        """Clip the result of :meth:`_gradients` by the global norm."""
 
     @abstractmethod
     def _apply(
@@ -167,19 +161,15 @@ class LoopOptimizer(Optimizer, Joinable):
         if any(lifecycle.is_joining() for lifecycle in lifecycles):
             raise TrainingLoopError(SCALED_UNDER_JOIN)
         for update in self.updates:
-            update.check_unscaled()
+            check_unscaled(update.before)
 
     def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
         if scaler.skips(self.stepped):
             return
-        # One for all: updates of one optimizer are made in one way.
-        clipping = next((update.clipping for update in self.updates), None)
         with self._opened():
             parameters, gradients = self._gradients(pending)
             with torch.no_grad():
                 scaler.unscale_(gradients)
-                if clipping is not None:
-                    self._clip_(clipping, parameters, gradients)
             self._apply(parameters, gradients, Verdict.of_any([verdict, scaler]), arguments)
         self._publish(parameters)
 
@@ -314,9 +304,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     4
     """
 
-    def __init__(self, optimizer: Optimizer, *others: Never, **options: Never) -> None:
-        if others or options:
-            raise ArgumentTypeError(_of_an_optimizer(optimizer, others, options))
+    def __init__(self, optimizer: Optimizer) -> None:
         optimizer = unwrapped(optimizer)
         if isinstance(optimizer, OverlappedOptimizer):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
@@ -347,7 +335,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
             )
 
     def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
-        if scaler.is_supported_by(self.optimizer) and not any(update.clipping for update in self.updates):
+        if scaler.is_supported_by(self.optimizer):
             # A scaler's verdict is of the same gradients as a stage's.
             self._apply(*self._gradients(pending), scaler, arguments)
         else:
@@ -355,11 +343,6 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
 
     def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
         return pending, [parameter.grad for parameter in pending if parameter.grad is not None]
-
-    def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
-        gradient_of = dict(zip(parameters, gradients, strict=True))
-        ordered = in_model_order(parameters, *(update.lifecycle.names for update in self.updates))
-        return clipping.clip_([gradient_of[parameter] for parameter in ordered])
 
     def _apply(
         self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
@@ -395,8 +378,6 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         due."""
         for update in self.updates:
             update.lifecycle.check(Event.LOAD)
-        for update in self.updates:
-            update.lifecycle.on_load()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -446,7 +427,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     def check_same_way(self, update: Update[Any]) -> None:
         """Raises: ConfigurationError: another stage updates with this optimizer in another way."""
         for other in self.updates:
-            if (other.form.is_deferred, other.clipping) != (update.form.is_deferred, update.clipping):
+            if other.form.is_deferred != update.form.is_deferred:
                 raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
             if (other.may_skip or update.may_skip) and update.form.outcome is not Phase.REDUCED:
                 raise UnsupportedError(
@@ -484,14 +465,3 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         else:
             self.stepper.finish()
         run_step_hooks(self.optimizer, leaving_out=StepGuard)
-
-
-def _of_an_optimizer(given: object, others: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """The message where :class:`OverlappedOptimizer` was given the arguments of an optimizer's class."""
-    cls = next((one for one in (given, *others) if isinstance(one, type)), torch.optim.AdamW)
-    written = ", ".join(f"{key}={told(value)}" for key, value in options.items())
-    name = f"torch.optim.{cls.__name__}" if cls.__module__.startswith("torch.optim.") else cls.__name__
-    return (
-        "OverlappedOptimizer wraps one optimizer, which has its options already: write "
-        f"OverlappedOptimizer({name}(ddp.parameters(){', ' if written else ''}{written}))"
-    )

@@ -54,7 +54,7 @@ from overlap._torch.device import (
 )
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
-from overlap.optim.lifecycle import PassGradients
+from overlap.optim.gradients import PassGradients
 
 __all__ = ["GradientRelease", "check_releasable"]
 

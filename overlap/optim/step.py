@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, told
 from overlap._torch import classes
 from overlap._torch.optimizer import pre_hooks, runs_step_hooks, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, StageContext
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
-from overlap.optim.functional import FunctionalOptimizer
-from overlap.optim.lifecycle import and_others
+from overlap.optim.gradients import and_others
+from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.optimizer import OverlappedOptimizer
-from overlap.optim.phases import Form, Phase
 from overlap.optim.stepper import StepGuard, raise_versions
+from overlap.optim.torch_names import FunctionalOptimizer
 from overlap.optim.update import BucketLayout, Update
 
 __all__ = ["Step"]
@@ -42,9 +41,9 @@ class Step(Update[StepLayout]):
     """Updates parameters with the averaged gradients of their bucket, on every rank alike.
 
     *Interleaved* (default): each bucket's parameters are updated as soon as it is reduced, while backward still
-    computes the next ones. *Deferred* (``deferred=True``, or ``clip_grad_norm``): all are updated at once, when all
-    gradients are there, as clipping by the global norm, ``GradScaler``, step pre-hooks and optimizers that are neither
-    known nor declared (see :func:`overlap.declare`) need.
+    computes the next ones. *Deferred*: all are updated at once, when all gradients are there, as ``GradScaler``, edits
+    of ``.grad`` by the loop, step pre-hooks and optimizers that are neither known nor declared (see
+    :func:`overlap.declare`) need.
 
     Given an :class:`OverlappedOptimizer`, the loop calls its ``step()``: after each backward where updates are
     interleaved, after one or more where they are deferred, and made there. Given a plain or a functional optimizer, the
@@ -55,17 +54,10 @@ class Step(Update[StepLayout]):
     edit, such as a clip, raises ``TrainingLoopError`` at its line.
 
     Args:
-        optimizer: may have parameters that the model does not have. Of Accelerate's and Lightning's wrappers the
+        optimizer: may have parameters that the model does not have; parameters of the model that it does not have keep
+            their averaged ``.grad``. Of Accelerate's and Lightning's wrappers the
             optimizer inside is taken.
-        params: update these alone in backward; the others keep their averaged ``.grad`` (an ``OverlappedOptimizer``
-            updates its own among them in ``step()``).
-        deferred: update all parameters at once; by default only where clipping needs it.
-        clip_grad_norm: scale the averaged gradients of this optimizer's parameters to at most this global norm first;
-            implies ``deferred``. Bit for bit ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` where
-            the optimizer has all parameters: norms are summed in the order of the model, or of several models as they
-            were registered, and then of the groups. For the norm of the whole model where the optimizer has a part of
-            it use :class:`ClipGradNorm`.
-        norm_type: which norm.
+        deferred: update all parameters at once.
         release_gradients: free a bucket's memory as soon as it is updated, and allocate it again for its next gradient,
             so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
             ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
@@ -85,18 +77,15 @@ class Step(Update[StepLayout]):
             described in ``docs/guides/loop.md``.
 
     >>> layer = torch.nn.Linear(2, 2)
-    >>> Step(torch.optim.SGD(layer.parameters(), lr=0.1), clip_grad_norm=1.0)
-    Step(SGD, deferred, clip_grad_norm=1.0)
+    >>> Step(torch.optim.SGD(layer.parameters(), lr=0.1), deferred=True)
+    Step(SGD, deferred)
     """
 
     def __init__(
         self,
         optimizer: Optimizer | FunctionalOptimizer,
         *,
-        params: Iterable[Tensor] | None = None,
         deferred: bool | None = None,
-        clip_grad_norm: float | None = None,
-        norm_type: float = 2.0,
         release_gradients: bool = False,
     ) -> None:
         optimizer = unwrapped(optimizer)
@@ -115,49 +104,26 @@ class Step(Update[StepLayout]):
                 "optimizer.step()",
                 deferred_form,
                 edits=deferred_form,
-                clip="Step(optimizer, clip_grad_norm=max_norm)",
                 skip="stage.skip_update()" if automatic else "optimizer.skip_update()",
                 is_automatic=automatic,
             ),
             deferred=deferred,
-            clip_grad_norm=clip_grad_norm,
-            norm_type=norm_type,
             release_gradients=release_gradients,
         )
-        self._only = None if params is None else self._checked(params)
-        self._may_defer = self._may_defer and self._only is None
         self._guard: torch.utils.hooks.RemovableHandle | None = None
-
-    def _checked(self, params: Iterable[Tensor]) -> dict[int, Tensor]:
-        """``params`` by ``id``. Raises: ConfigurationError: backward cannot update these parameters alone."""
-        if (given := as_list(params)) is None or not all(isinstance(one, Tensor) for one in given):
-            raise ConfigurationError(f"params is an iterable of parameters, or None for all, got {told(params)}")
-        if not given:
-            raise ConfigurationError("params is empty: nothing would be updated; leave it out to update all")
-        if not all(map(self.optimizer.stepper.covers, given)):
-            raise ConfigurationError(f"params has parameters that the {self.optimizer_name} does not have")
-        if self.form.is_deferred:
-            raise ConfigurationError("params chooses what is updated in backward, but deferred updates come after it")
-        return {id(parameter): parameter for parameter in given}
 
     # The primitives of an update.
 
     def owns_gradient_of(self, parameter: Tensor) -> bool:
-        return self.optimizer.stepper.covers(parameter) and (
-            not self.form.is_automatic or self._only is None or id(parameter) in self._only
-        )
+        return self.optimizer.stepper.covers(parameter)
 
     def make_layout(self, bucket: Bucket) -> StepLayout:
         if self._adopts_parameters:
             self._adopt(bucket.parameters)
-        covers, only = self.optimizer.stepper.covers, self._only
-        places = [place for place, p in enumerate(bucket.parameters) if covers(p) and (only is None or id(p) in only)]
-        return StepLayout(
-            bucket.parameters,
-            [bucket.parameters[place] for place in places],
-            {id(p): p for p in bucket.parameters if self.owns_gradient_of(p)},
-            None if len(places) == len(bucket.parameters) else places,
-        )
+        places = [place for place, p in enumerate(bucket.parameters) if self.optimizer.stepper.covers(p)]
+        own = [bucket.parameters[place] for place in places]
+        is_all = len(own) == len(bucket.parameters)
+        return StepLayout(bucket.parameters, own, {id(p): p for p in own}, None if is_all else places)
 
     def gradients(
         self, bucket: Bucket, layout: StepLayout, used: list[bool] | None
@@ -178,11 +144,6 @@ class Step(Update[StepLayout]):
                 self.optimizer.stepper.step(parameters, gradients)
         self.lifecycle.gradients.note_applied(parameters)
 
-    async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
-        assert self.clipping is not None, "asked for"
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p in held]
-        self.optimizer._clip_(self.clipping, parameters, [held[parameter] for parameter in parameters])
-
     @torch.no_grad()
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         self.optimizer._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
@@ -193,7 +154,7 @@ class Step(Update[StepLayout]):
 
     def conclude(self) -> None:
         """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
-        if not self.form.is_automatic or self.lifecycle.is_replay or self._only is not None:
+        if not self.form.is_automatic or self.lifecycle.is_replay:
             return
         if left := self.optimizer.outside_of_models():
             raise TrainingLoopError(
@@ -203,15 +164,6 @@ class Step(Update[StepLayout]):
 
     def end_step(self) -> None:
         self.optimizer.end_step(self)
-
-    def describe_failure(self) -> str | None:
-        updated = len(self.lifecycle.gradients.applied)
-        if not updated:
-            return None
-        return (
-            f"{updated} parameters had been updated by then, and on other ranks perhaps more or fewer: load a "
-            "checkpoint before going on, or use Step(optimizer, deferred=True), which updates all or none"
-        )
 
     # Registration.
 
@@ -248,7 +200,7 @@ class Step(Update[StepLayout]):
         optimizer.updates.append(self)
         optimizer.was_registered = True
         if self._functional is None and runs_step_hooks(self.stepped):  # Some wrappers do not.
-            guard = StepGuard(self, self._instead_of_step(), through=None if self.form.is_automatic else optimizer)
+            guard = StepGuard(self, through=None if self.form.is_automatic else optimizer)
             self._guard = self.stepped.register_step_pre_hook(guard)
 
     def _check_coverage(self, names: Mapping[Tensor, str]) -> None:
@@ -260,24 +212,11 @@ class Step(Update[StepLayout]):
                 f"the {self.optimizer_name} has no parameter of this model; build it from ddp.parameters()"
             )
         outside = [parameter for parameter in every if parameter not in names and parameter.requires_grad]
-        if outside and self.form.is_automatic and self._only is None:
+        if outside and self.form.is_automatic:
             raise ConfigurationError(
                 f"{len(outside)} parameters of the {self.optimizer_name} are not in this model, so backward would "
                 "never update them; give OverlappedOptimizer(optimizer) to Step and call its step()"
             )
-
-    def _instead_of_step(self) -> str:
-        """How the optimizer is stepped, and what to call in place of its own ``step()``."""
-        if not self.form.is_automatic:
-            return (
-                "by the OverlappedOptimizer that wraps it, and its own step() would apply the gradients again: call "
-                "step() of the OverlappedOptimizer"
-            )
-        return (
-            "inside backward, and step() would apply the gradients again: leave the call out, or give "
-            "OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, together with "
-            "deferred=True)"
-        )
 
     def detach(self) -> None:
         super().detach()
@@ -288,10 +227,6 @@ class Step(Update[StepLayout]):
 
     def __repr__(self) -> str:
         parts = [self.optimizer_name, "deferred" if self.form.is_deferred else "interleaved"]
-        if self._only is not None:
-            parts.append(f"{len(self._only)} parameters")
-        if self.clipping is not None:
-            parts.append(f"clip_grad_norm={self.clipping.max_norm}")
         if self.releases_gradients:
             parts.append("release_gradients=True")
         return f"Step({', '.join(parts)})"

@@ -115,9 +115,6 @@ class SubsetStepper:
         self._written: dict[int | None, dict[str, Any]] = {}
         self.begin()
 
-    def __reduce__(self) -> Any:
-        return SubsetStepper, (self._optimizer,)
-
     def begin(self) -> None:
         """A new step begins: each parameter will be stepped at most once before the next call."""
         self.refresh()
@@ -335,13 +332,12 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 class StepGuard:
     """A pre-hook of an optimizer that raises if anyone but the library steps it, for as long as the model lives.
 
-    ``instead`` says how it is stepped, and the call to make in place of ``step()``; ``through`` is the wrapper by whose
-    ``step`` it may be stepped all the same, which shares the hook.
+    ``through`` is the wrapper by whose ``step`` it may be stepped all the same, which shares the hook; ``None`` where
+    all is done in backward.
     """
 
-    def __init__(self, stage: Any, instead: str, *, through: Optimizer | None) -> None:
+    def __init__(self, stage: Any, *, through: Optimizer | None) -> None:
         self._stage = weakref.ref(stage)
-        self._instead = instead
         self._through = None if through is None else weakref.ref(through)
 
     @property
@@ -363,9 +359,19 @@ class StepGuard:
         return False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._comes_through(optimizer) or _changes_nothing(optimizer) or not self.is_alive():
+        if self._comes_through(optimizer) or not self.is_alive():
             return
-        raise TrainingLoopError(f"this {type(optimizer).__name__} is stepped {self._instead}")
+        name = type(optimizer).__name__
+        if self._through is not None:
+            raise TrainingLoopError(
+                f"this {name} is stepped by the OverlappedOptimizer that wraps it, and its own step() would apply the "
+                "gradients again: call step() of the OverlappedOptimizer"
+            )
+        raise TrainingLoopError(
+            f"this {name} is stepped inside backward, and step() would apply the gradients again: leave the call out, "
+            "or give OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, of a Step "
+            "with deferred=True)"
+        )
 
     def _comes_through(self, optimizer: Any) -> bool:
         """Whether this is the step of the wrapper, or of one around it."""
@@ -375,11 +381,3 @@ class StepGuard:
                 return True
             optimizer = getattr(optimizer, "optimizer", None)
         return False
-
-
-def _changes_nothing(optimizer: Optimizer) -> bool:
-    """Whether this is the step by which ``torch.distributed.checkpoint`` makes the state: zero rates and gradients."""
-    groups = optimizer.param_groups
-    gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
-    is_still = all("lr" in group and not bool(group["lr"]) for group in groups)
-    return is_still and not any(bool(gradient.any()) for gradient in gradients)

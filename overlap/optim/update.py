@@ -34,11 +34,9 @@ from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.hooks.stage import UpdateStage
-from overlap.hooks.transforms.clip import Clipping, check_norm_type
 from overlap.hooks.transforms.transform import Transform
 from overlap.join.participation import active_join
-from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.phases import Form, Phase
+from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
 from overlap.optim.release import GradientRelease, check_releasable
 from overlap.optim.stepper import Verdict, skips_by_itself
 
@@ -62,6 +60,10 @@ class BucketLayout:
 L = TypeVar("L", bound=BucketLayout)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PARTIAL = (
+    "some parameters may have been updated by then, and on other ranks others: load a checkpoint before going on, or "
+    "use {deferred}, which updates all or none"
+)
 
 
 class Update(UpdateStage, Generic[L]):
@@ -70,9 +72,7 @@ class Update(UpdateStage, Generic[L]):
     Args:
         optimizer: the one that the loop holds.
         form: of an interleaved update; it is deferred where the other arguments ask for that.
-        deferred: update all parameters at once; ``None``: where clipping needs it, or an integration asks for it.
-        clip_grad_norm: the largest global norm of the gradients.
-        norm_type: which norm.
+        deferred: update all parameters at once; ``None``: where an integration asks for it.
         release_gradients: see [Note: gradient release].
     """
 
@@ -85,27 +85,17 @@ class Update(UpdateStage, Generic[L]):
         form: Form,
         *,
         deferred: bool | None,
-        clip_grad_norm: float | None,
-        norm_type: float,
         release_gradients: bool,
     ) -> None:
         check_flag("release_gradients", release_gradients)
         if deferred is not None and not isinstance(deferred, bool):
             raise ConfigurationError(f"deferred is True, False or None, got {told(deferred)}")
-        check_norm_type(norm_type)
-        self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
-        if self.clipping is not None and deferred is False:
-            raise ConfigurationError(
-                f"clip_grad_norm={clip_grad_norm} needs the norm of all gradients before the first update, which "
-                "deferred=False rules out; leave deferred out"
-            )
-        self.form = replace(form, is_deferred=bool(deferred) or self.clipping is not None)
+        self.form = replace(form, is_deferred=bool(deferred))
         """As the stage was made; that of the lifecycle is as it stands in its chain."""
-        if release_gradients and self.form.is_deferred:
-            asked = "deferred=True" if clip_grad_norm is None else f"clip_grad_norm={clip_grad_norm}"
+        if release_gradients and deferred:
             raise ConfigurationError(
-                f"release_gradients=True gives a gradient back as soon as its bucket is updated, but {asked} needs all "
-                f"gradients before the first update; leave one of the two out"
+                "release_gradients=True gives a gradient back as soon as its bucket is updated, but deferred=True "
+                "needs all gradients before the first update; leave one of the two out"
             )
         self.optimizer = optimizer
         self.releases_gradients = release_gradients
@@ -117,7 +107,8 @@ class Update(UpdateStage, Generic[L]):
         self.context: StageContext | None = None
         self.finds_unused: bool | None = None
         """Whether DDP looks for unused parameters; ``None`` where that is not known."""
-        self._before: Sequence[Stage] = ()
+        self.before: Sequence[Stage] = ()
+        """The stages before it in its chain."""
         self._transform_after: Stage | None = None
         self.lifecycle = UpdateLifecycle(
             self.form, clears=self.owns_gradient_of, groups=lambda: self.optimizer.param_groups
@@ -155,10 +146,6 @@ class Update(UpdateStage, Generic[L]):
         """Update ``parameters``, one part of a step, and note that their gradients have been applied."""
 
     @abstractmethod
-    async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
-        """Clip the gradients of all buckets, before the last one is updated."""
-
-    @abstractmethod
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         """Make one whole step with the gradients of all buckets."""
 
@@ -185,10 +172,6 @@ class Update(UpdateStage, Generic[L]):
     def end_step(self) -> None:
         """All parts of a step have been made in backward, and no ``step()`` follows."""
 
-    @abstractmethod
-    def describe_failure(self) -> str | None:
-        """How the parameters were left by a backward that failed before all buckets were updated."""
-
     # A bucket.
 
     async def __call__(self, bucket: Bucket) -> None:
@@ -201,7 +184,7 @@ class Update(UpdateStage, Generic[L]):
         lifecycle.gradients.note_reduced(layout.owned)
         used = None if self.finds_unused is False else await self._used_on_any_rank(bucket, layout.parameters)
         # A rank that replays calls no step(); a sharded update of it is made by a hook of Join, with its collectives.
-        if lifecycle.outcome is Phase.REDUCED and (self.is_sharded or not bucket.is_replay):
+        if self.leaves_update and (self.is_sharded or not bucket.is_replay):
             if self.is_sharded:
                 await self.leave(bucket, layout, used)
             return
@@ -228,8 +211,6 @@ class Update(UpdateStage, Generic[L]):
         if bucket.is_last:
             held, self.held = self.held, {}
             if not self.lifecycle.verdict.skips(self.stepped):
-                if self.clipping is not None:
-                    await self.clip_held(held, bucket)
                 self.apply_held(held)
             self.lifecycle.gradients.note_applied(held)
         # Only then may DDP copy gradients out of the other buckets, and ranks gather what was updated.
@@ -289,9 +270,10 @@ class Update(UpdateStage, Generic[L]):
     def after_backward(self, *, failed: bool) -> str | None:
         lifecycle = self.lifecycle
         if failed:
-            note = None if self.form.is_deferred or lifecycle.phase is not Phase.BACKWARD else self.describe_failure()
+            may_be_partial = not self.form.is_deferred and (self.is_sharded or bool(lifecycle.gradients.applied))
+            is_partial = may_be_partial and lifecycle.phase is Phase.BACKWARD
             lifecycle.on_failure()
-            return note
+            return _PARTIAL.format(deferred=self.form.deferred_code) if is_partial else None
         outcome = lifecycle.outcome
         if lifecycle.is_replay and not (self.is_sharded and outcome is Phase.REDUCED):
             outcome = Phase.STEPPED
@@ -341,10 +323,6 @@ class Update(UpdateStage, Generic[L]):
             self.form = self.lifecycle.form = replace(self.form, is_deferred=True)
             self.lifecycle.outcome = self.form.outcome
 
-    def check_unscaled(self) -> None:
-        """Raises: TrainingLoopError: ``GradScaler`` is used, and a transform has seen scaled gradients."""
-        check_unscaled(self._before, f"{type(self).__name__}(..., clip_grad_norm=...) clips what is unscaled")
-
     def check_skippable(self, context: StageContext) -> None:
         if has_streams(context.device) and not skips_by_itself(self.stepped):
             raise UnsupportedError(
@@ -361,13 +339,8 @@ class Update(UpdateStage, Generic[L]):
 
     @property
     def as_code(self) -> str:
-        options = {
-            "deferred": self.form.is_deferred and self.clipping is None,
-            "clip_grad_norm": self.clipping and self.clipping.max_norm,
-            "norm_type": self.clipping and self.clipping.norm_type != 2 and self.clipping.norm_type,
-            "release_gradients": self.releases_gradients,
-        }
-        given = [f"{name}={value!r}" for name, value in options.items() if value]
+        options = {"deferred": self.form.is_deferred, "release_gradients": self.releases_gradients}
+        given = [f"{name}=True" for name, is_given in options.items() if is_given]
         return f"{type(self).__name__}({', '.join(['zero' if self.is_sharded else 'optimizer', *given])})"
 
     @property
@@ -385,7 +358,7 @@ class Update(UpdateStage, Generic[L]):
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.
-        self._before = before
+        self.before = before
         self._transform_after = next((stage for stage in after if stage.role is Role.TRANSFORM), None)
 
     def attach(self, context: StageContext) -> None:
@@ -402,18 +375,12 @@ class Update(UpdateStage, Generic[L]):
         if self.releases_gradients:
             check_releasable(context, self)
         self.context, self.finds_unused = context, context.finds_unused
-        self.lifecycle.names = context.names or {}
-        if context.ddp is not None:
-            self.lifecycle.ddp = context.ddp
-        self.lifecycle.sees_forwards = context.names is not None
-        self.lifecycle.is_joining = context.is_joining
-        self.lifecycle.tell = context.tell
-        self.lifecycle.note_unfinished = context.note_unfinished
+        self.lifecycle.attach(context)
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         form, updates = self.form, [stage for stage in stages if isinstance(stage, Update)]
         step = form.step if len(updates) == 1 else f"{form.step} of {self.optimizer_name}"
-        self.lifecycle.form = without_adding_up(replace(form, step=step), self._before)
+        self.lifecycle.form = without_adding_up(replace(form, step=step), self.before)
         if self.releases_gradients:
             assert self.context is not None, "stages are attached before they are checked together"
             releasing = [update for update in updates if update.releases_gradients]
@@ -436,15 +403,15 @@ def _as_text(value: Any) -> str:
     return repr(value) if is_plain else type(value).__name__
 
 
-def check_unscaled(transforms: Sequence[Stage], instead: str) -> None:
+def check_unscaled(transforms: Sequence[Stage]) -> None:
     """Called where ``GradScaler`` is used. Raises: TrainingLoopError: a transform has seen scaled gradients."""
     transform = next(
         (stage for stage in transforms if isinstance(stage, Transform) and not stage.commutes_with_scaling), None
     )
     if transform is not None:
         raise TrainingLoopError(
-            f"GradScaler multiplies the loss, so {transform!r} has seen scaled gradients in backward: leave it out. "
-            f"{instead}, and bfloat16 needs no scaler"
+            f"GradScaler multiplies the loss, so {transform!r} has seen scaled gradients in backward: leave it out, "
+            "and clip in the loop, after scaler.unscale_(optimizer); or use bfloat16, which needs no scaler"
         )
 
 

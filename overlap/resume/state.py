@@ -22,9 +22,8 @@ from overlap.hooks.adapters import HookStage, hook_name
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import is_same_state, redistributed, updates_of, walk
 from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.phases import Event, Phase
 from overlap.optim.zero.checkpoint import merged
 
 __all__ = ["Optim", "Run", "load_state_dict", "stage_of", "state_dict"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from overlap import AllReduce, LocalSGD, PowerSGD, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import AllReduce, ClipGradNorm, LocalSGD, PowerSGD, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
 __all__ = ["optimizer_of", "options_of"]
 
@@ -17,9 +17,9 @@ def options_of(form: str, *, clip: float | None = None, is_resumed: bool = False
     """The arguments ``chain`` or ``local_sgd`` of an integration; with ``clip`` it clips in the chain."""
     updates: dict[str, Callable[[Any], Any]] = {
         "interleaved": Step,
-        "deferred": partial(Step, deferred=True, clip_grad_norm=clip),
+        "deferred": partial(Step, deferred=True),
         "zero": ZeroStep,
-        "zero deferred": partial(ZeroStep, deferred=True, clip_grad_norm=clip),
+        "zero deferred": partial(ZeroStep, deferred=True),
         "powersgd": Step,
     }
     if form == "reducer":
@@ -29,8 +29,9 @@ def options_of(form: str, *, clip: float | None = None, is_resumed: bool = False
         return {"local_sgd": partial(LocalSGD, period=4, start_step=2 if is_resumed else 1000)}
     if form == "plain":
         return {}
-    reducers = [] if form.startswith("zero") else [PowerSGD(rank=2) if form == "powersgd" else AllReduce()]
-    return {"chain": lambda *optimizers: chain(*reducers, *map(updates[form], optimizers))}
+    stages: list[Any] = [] if form.startswith("zero") else [PowerSGD(rank=2) if form == "powersgd" else AllReduce()]
+    stages += [] if clip is None else [ClipGradNorm(clip)]
+    return {"chain": lambda *optimizers: chain(*stages, *map(updates[form], optimizers))}
 
 
 def optimizer_of(form: str, parameters: Any, **options: Any) -> Any:

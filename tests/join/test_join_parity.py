@@ -48,7 +48,6 @@ REDUCERS: dict[str, Callable[[], Any]] = {
 UPDATES: dict[str, dict[str, Any]] = {
     "interleaved": {},
     "deferred": {"deferred": True},
-    "clipped": {"clip_grad_norm": 0.05},
 }
 
 
@@ -57,24 +56,16 @@ def _rounded(state, bucket):
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def _clipped_body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
-    optimizer.zero_grad()
-    torch.nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)
-    optimizer.step()
-
-
-def _reference(case: Case, rank: int, make: Any, *, update: str, hook: Any = None, **options: Any) -> dict[str, Any]:
+def _reference(case: Case, rank: int, make: Any, *, hook: Any = None, **options: Any) -> dict[str, Any]:
     """Plain DDP under PyTorch's Join; only on the rank that runs longest is the optimizer's state right."""
     ddp = wrap(case.model(), **case.ddp_options())
     if hook is not None:
         ddp.register_comm_hook(None, hook)
     optimizer = make(ddp.parameters())
     scheduler = FALLING(optimizer)
-    body = _clipped_body if update == "clipped" else plain_body
     with TorchJoin([ddp], **options):
         for step in range(BATCHES[rank]):
-            body(ddp, optimizer, case.batch(step, rank), 1.0)
+            plain_body(ddp, optimizer, case.batch(step, rank), 1.0)
             scheduler.step()
     return snapshot(ddp, optimizer)
 
@@ -89,7 +80,7 @@ def _chained(rank: int, reducer: str, update: str, divides: bool, make: Any, tol
     """A chain of ``reducer`` and ``update``, under a Join told in each of ``told_by``."""
     options = {"divide_by_initial_world_size": divides}
     hook = _rounded if reducer == "bf16" else None
-    reference = _reference(MLP, rank, make, update=update, hook=hook, **options)
+    reference = _reference(MLP, rank, make, hook=hook, **options)
     results = []
     for told in told_by:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -208,7 +199,7 @@ OTHER_OPTIMIZERS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def _other_optimizer(rank: int, name: str, case: Case, divides: bool, ways: tuple[str, ...]) -> list[Any]:
     options = {"divide_by_initial_world_size": divides}
-    reference = _reference(case, rank, ADAMW, update="plain", **options)
+    reference = _reference(case, rank, ADAMW, **options)
     results = []
     for told_by in ways:
         ddp = wrap(case.model(), **case.ddp_options())

@@ -148,7 +148,7 @@ def _clipped_in_chain(run: Run, ddp: Any, params: Any) -> Any:
 
 def _sharded_clipped(run: Run, ddp: Any, params: Any) -> Any:
     zero = _zero(run, params, overlap_with_ddp=True)
-    run.keep(chain(AllReduce(), ZeroStep(zero, clip_grad_norm=CLIPS_AT)).register(ddp))
+    run.keep(chain(AllReduce(), ClipGradNorm(CLIPS_AT), ZeroStep(zero)).register(ddp))
     return zero
 
 
@@ -160,7 +160,7 @@ def _consolidated(zero: Any) -> Any:
 
 _VIEWS = {"gradient_as_bucket_view": True}
 CLIPS_AT = 0.05
-"""The largest norm in the forms that clip by themselves."""
+"""The largest norm in the forms that clip in the chain."""
 _CLIPPING = frozenset({"clipping"})
 # Of forms that differ from another one only in when memory is there, or in the thread that stages run on.
 _SOME = frozenset({"plain", "accumulation", "gradients", "schedules", "resuming", "joined"})
@@ -226,19 +226,13 @@ FORMS: tuple[Form, ...] = (
     ),
     Form(
         name="clipped",
-        made="`Step(OverlappedOptimizer(o), clip_grad_norm=c)`",
-        build=_replicated(clip_grad_norm=CLIPS_AT),
-        topics=_CLIPPING,
-    ),
-    Form(
-        name="clipped in chain",
         made="`AllReduce(), ClipGradNorm(c), Step(OverlappedOptimizer(o))`",
         build=_clipped_in_chain,
         topics=_CLIPPING,
     ),
     Form(
         name="zero clipped",
-        made="`AllReduce(), ZeroStep(zero, clip_grad_norm=c)`",
+        made="`AllReduce(), ClipGradNorm(c), ZeroStep(zero)`",
         build=_sharded_clipped,
         topics=_CLIPPING,
         **_ZERO,
@@ -260,7 +254,7 @@ INTERLEAVED = ("interleaved", "chained", "released")
 ZERO_INTERLEAVED = ("zero", "zero chained", "zero forward", "zero released", "zero inline", "zero parameter")
 STEPPED = (*INTERLEAVED, *ZERO_INTERLEAVED)
 """The update is made in backward, and the loop calls ``step()``."""
-CLIPS_ITSELF = ("clipped", "clipped in chain", "zero clipped")
+CLIPS_ITSELF = ("clipped", "zero clipped")
 """The library clips, and the loop does not."""
 IN_BACKWARD = (*STEPPED, *AUTOMATIC)
 """The update is made in backward."""

@@ -55,8 +55,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hyperparameters are not compared at registration": Mutant(
         "hooks/engine/registration.py",
-        'digest {digest(named)}", **update.settings}',
-        'digest {digest(named)}"}',
+        "settings = [dict(update.settings) for update in runtime.updates]",
+        "settings = [{} for update in runtime.updates]",
         "optim/test_step_registered.py -k other_hyperparameters",
     ),
     "an abandoned backward is not noticed": Mutant(
@@ -207,8 +207,8 @@ MUTANTS: dict[str, Mutant] = {
         "optim/test_applied_gradients.py -k every_write",
     ),
     "a second backward is accepted": Mutant(
-        "optim/phases.py",
-        "Phase.APPLIED: SECOND_BACKWARD,",
+        "optim/lifecycle.py",
+        "Phase.APPLIED: _SECOND_BACKWARD,",
         "Phase.APPLIED: Phase.BACKWARD,",
         "optim/test_step_loop_errors.py -k second_backward",
     ),

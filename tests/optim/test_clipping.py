@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
@@ -16,7 +15,6 @@ from harness.models import MLP, Batch, Case, mean_squared_error
 from overlap import (
     AllReduce,
     ClipGradNorm,
-    ConfigurationError,
     Join,
     OverlappedOptimizer,
     Step,
@@ -29,7 +27,6 @@ STEPS = 8
 C = 0.01
 BATCHES = (4, 2)
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-NORM_TYPES = (2.0, float("inf"))
 
 
 def _many() -> nn.Sequential:
@@ -47,46 +44,27 @@ def _groups(ddp: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
-def _step(ddp: Any, norm_type: float) -> Any:
+def _step(ddp: Any, norm_type: float, **options: Any) -> Any:
     optimizer = OverlappedOptimizer(torch.optim.SGD(_groups(ddp), **SGD))
-    chain(AllReduce(), Step(optimizer, clip_grad_norm=C, norm_type=norm_type)).register(ddp)
+    chain(AllReduce(), ClipGradNorm(C, norm_type), Step(optimizer, **options)).register(ddp)
     return optimizer
 
 
-def _automatic(ddp: Any, norm_type: float) -> None:
-    optimizer = torch.optim.SGD(_groups(ddp), **SGD)
-    chain(AllReduce(), Step(optimizer, clip_grad_norm=C, norm_type=norm_type)).register(ddp)
-
-
-def _transform(ddp: Any, norm_type: float) -> Any:
-    optimizer = OverlappedOptimizer(torch.optim.SGD(_groups(ddp), **SGD))
-    chain(AllReduce(), ClipGradNorm(C, norm_type), Step(optimizer)).register(ddp)
-    return optimizer
-
-
-def _zero(ddp: Any, norm_type: float, *, reducer: bool = True, **options: Any) -> Any:
+def _zero(ddp: Any, norm_type: float, *, reducer: bool = True, in_chain: bool = True, **options: Any) -> Any:
     zero = ZeroRedundancyOptimizer(_groups(ddp), torch.optim.SGD, **SGD)
-    clip = {"deferred": True} if options.pop("by_hand", False) else {"clip_grad_norm": C, "norm_type": norm_type}
-    chain(*[AllReduce()] * reducer, ZeroStep(zero, **clip, **options)).register(ddp)
+    before = [*[AllReduce()] * reducer, *[ClipGradNorm(C, norm_type)] * in_chain]
+    chain(*before, ZeroStep(zero, **options)).register(ddp)
     return None if options.get("automatic") else zero
-
-
-def _zero_transform(ddp: Any, norm_type: float) -> Any:
-    zero = ZeroRedundancyOptimizer(_groups(ddp), torch.optim.SGD, **SGD)
-    chain(AllReduce(), ClipGradNorm(C, norm_type), ZeroStep(zero)).register(ddp)
-    return zero
 
 
 FORMS: dict[str, Callable[..., Any]] = {
     "Step": _step,
-    "Step, automatic": _automatic,
-    "ClipGradNorm, Step": _transform,
+    "Step, deferred": functools.partial(_step, deferred=True),
     "ZeroStep": _zero,
-    "ZeroStep, automatic": functools.partial(_zero, automatic=True),
-    "zero.clip_grad_norm_": functools.partial(_zero, by_hand=True),
-    "ClipGradNorm, ZeroStep": _zero_transform,
+    "ZeroStep, deferred, automatic": functools.partial(_zero, deferred=True, automatic=True),
+    "zero.clip_grad_norm_": functools.partial(_zero, in_chain=False, deferred=True),
 }
-"""Each registers a chain that clips, and returns what the loop steps, if anything."""
+"""Each registers a chain, and returns what the loop steps, if anything."""
 
 
 def _clip(ddp: Any, norm_type: float) -> Tensor:
@@ -126,8 +104,8 @@ def _differing_steps(name: str, batches: Sequence[Batch], norm_type: float, refe
 
 
 def _in_every_form(rank: int, world_size: int) -> None:
-    batches = MANY.batches(rank, steps=STEPS)
-    for norm_type in NORM_TYPES:
+    for norm_type, steps in ((2.0, STEPS), (float("inf"), 3)):
+        batches = MANY.batches(rank, steps=steps)
         reference, other_norms = _plain(batches, norm_type)
         assert other_norms > 0 or norm_type == float("inf"), "the order of summation shows in no step"
         for name in FORMS:
@@ -140,18 +118,16 @@ def test_every_form_sums_in_the_models_order_and_not_in_the_optimizers() -> None
 
 def _in_parts(rank: int, world_size: int) -> None:
     batches = MANY.batches(rank, steps=4)
-    for norm_type in NORM_TYPES:
+    for norm_type in (2.0, float("inf")):
         reference, _ = _plain(batches, norm_type)
-        for options in ({}, {"gather": "forward"}):
-            ddp = wrap(MANY.model(), **MANY.ddp_options())
-            zero = _zero(ddp, norm_type, reducer=False, **options)
-            for batch, expected in zip(batches, reference, strict=True):
-                mean_squared_error(ddp, batch).backward()
-                if zero is not None:
-                    zero.step()
-                    zero.wait()
-                for ours, theirs in zip(ddp.parameters(), expected, strict=True):
-                    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        ddp = wrap(MANY.model(), **MANY.ddp_options())
+        zero = _zero(ddp, norm_type, reducer=False, gather="forward")
+        for batch, expected in zip(batches, reference, strict=True):
+            mean_squared_error(ddp, batch).backward()
+            zero.step()
+            zero.wait()
+            for ours, theirs in zip(ddp.parameters(), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_sharded_norm_is_the_same_up_to_the_order_of_summation() -> None:
@@ -168,7 +144,7 @@ def _unevenly(rank: int, world_size: int) -> None:
             mean_squared_error(plain, MANY.batch(step, rank)).backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), C)
             reference.step()
-    for name in ("Step", "ZeroStep", "ClipGradNorm, Step"):
+    for name in ("Step", "Step, deferred", "ZeroStep"):
         ddp = wrap(MANY.model(), **MANY.ddp_options())
         optimizer = FORMS[name](ddp, 2.0)
         with Join([ddp, optimizer]):
@@ -181,11 +157,3 @@ def _unevenly(rank: int, world_size: int) -> None:
 
 def test_with_uneven_inputs() -> None:
     run_ranks(_unevenly, 2)
-
-
-def test_a_clip_that_cannot_be_made_is_refused() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(ConfigurationError, match=r"clip_grad_norm=1\.0 needs the norm of all"):
-        Step(optimizer, deferred=False, clip_grad_norm=1.0)
-    with pytest.raises(ConfigurationError, match="clip_grad_norm must be positive, got -1"):
-        Step(optimizer, clip_grad_norm=-1)

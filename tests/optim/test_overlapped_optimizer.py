@@ -109,23 +109,7 @@ def test_an_updated_weight_that_backward_still_needs_is_autograds_error() -> Non
     run_ranks(_updated_too_early, 2)
 
 
-# A part in backward.
-
-
-def _rest_in_step(rank: int, world_size: int) -> None:
-    batches = MLP.batches(rank, steps=6)
-    ddp, optimizer = plain_ddp(MLP, SGD)
-    reference = train(ddp, optimizer, batches, gradients=True)
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    overlapped = OverlappedOptimizer(SGD(ddp.parameters()))
-    state = OptimizerHookState(overlapped, params=list(ddp.parameters())[:3])
-    register(ddp, hook_then_optimizer(allreduce_hook, state))
-    candidate = train(ddp, overlapped, batches, step_fn=overlapped_step, gradients=True)
-    assert_parity(candidate, reference, what="a subset in backward, the rest in step()")
-
-
-def test_an_overlapped_optimizer_updates_the_rest_in_step() -> None:
-    run_ranks(_rest_in_step, 2)
+# A part of the model.
 
 
 def _rest_averaged(rank: int, world_size: int) -> None:
@@ -144,10 +128,11 @@ def test_with_a_plain_optimizer_all_keep_their_averaged_gradients() -> None:
     run_ranks(_rest_averaged, 2)
 
 
-def test_params_must_be_the_optimizers_and_not_empty() -> None:
-    for params, match in (([], "params is empty"), ([nn.Parameter(torch.ones(1))], "does not have")):
-        with pytest.raises(ConfigurationError, match=match):
-            Step(SGD(nn.Linear(2, 2).parameters()), params=params)
+def test_params_must_be_the_optimizers() -> None:
+    layer = nn.Linear(2, 2)
+    for params in ([], [layer.weight]):
+        with pytest.raises(ConfigurationError, match="params are not the parameters of this SGD"):
+            OptimizerHookState(SGD(layer.parameters()), params=params)
 
 
 # What it wraps, and what wraps it.

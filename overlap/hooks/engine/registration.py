@@ -266,10 +266,7 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
     names = runtime.context.names or {}
     parts = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in names.items()]
     layout = f"a model of {len(parts)} parameters (names, shapes and dtypes: {digest(parts)})"
-    settings = [
-        {f"the list of parameters of {update!r}": f"{_listed(named)}, digest {digest(named)}", **update.settings}
-        for update, named in shares_of(runtime.updates, names)
-    ]
+    settings = [dict(update.settings) for update in runtime.updates]
     described = agreement.agree([f"{runtime.stage.signature} for {layout}", settings, socket.gethostname()])
     first, of_first, _ = described[0]
     for rank, (signature, of_rank, _) in enumerate(described):

@@ -1,4 +1,4 @@
-"""Clipping by the global norm: one implementation, for the transform and for updates that clip.
+"""Clipping by the global norm: one implementation, for the transform and for ``zero.clip_grad_norm_``.
 
 [Note: the order of a norm]
 
@@ -30,21 +30,20 @@ from overlap.hooks.collectives import all_reduce
 from overlap.hooks.stage import Role, StageContext
 from overlap.hooks.transforms.transform import WholePassTransform
 
-__all__ = ["ClipGradNorm", "Clipping", "ShardedNorm", "check_norm_type", "in_model_order"]
+__all__ = ["ClipGradNorm", "Clipping", "ShardedNorm", "in_model_order"]
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """Scale gradients so that their global norm is at most ``max_norm``; messages call that ``argument``."""
+    """Scale gradients so that their global norm is at most ``max_norm``."""
 
     max_norm: float
     norm_type: float = 2.0
     error_if_nonfinite: bool = False
-    argument: str = "clip_grad_norm"
 
     def __post_init__(self) -> None:
-        _check_positive(self.argument, self.max_norm)
-        check_norm_type(self.norm_type)
+        _check_positive("max_norm", self.max_norm)
+        _check_positive("norm_type", self.norm_type, hint=" (float('inf') for the maximum)")
         check_flag("error_if_nonfinite", self.error_if_nonfinite)
 
     def clip_(self, gradients: Sequence[Tensor], *, foreach: bool | None = None) -> Tensor:
@@ -73,12 +72,6 @@ def in_model_order(parameters: Iterable[Tensor], *models: Iterable[Tensor]) -> l
     """``parameters`` in the order of the ``models``' parameters; those of no model last, in the order given."""
     places = {one: place for place, one in enumerate(dict.fromkeys(itertools.chain.from_iterable(models)))}
     return sorted(parameters, key=lambda parameter: places.get(parameter, len(places)))
-
-
-def check_norm_type(norm_type: float) -> float:
-    """``norm_type`` itself. Raises: ConfigurationError: it is not a positive number."""
-    _check_positive("norm_type", norm_type, hint=" (float('inf') for the maximum)")
-    return norm_type
 
 
 def _check_positive(name: str, value: object, *, hint: str = "") -> None:
@@ -137,8 +130,8 @@ class ClipGradNorm(WholePassTransform):
     a reduce-scatter, with parameters that no rank used, whose zeros are counted, and in a hook registered with
     ``ddp.register_comm_hook``, which does not know the model's order.
 
-    With ``GradScaler`` gradients in backward are scaled, so ``step()`` refuses: use
-    ``Step(optimizer, clip_grad_norm=...)``, which clips in ``step()``.
+    With ``GradScaler`` gradients in backward are scaled, so ``step()`` refuses: clip in the loop, as with plain DDP,
+    after ``scaler.unscale_(optimizer)`` and before ``scaler.step(optimizer)`` of an update with ``deferred=True``.
 
     Args:
         max_norm: a positive number.
@@ -158,7 +151,7 @@ class ClipGradNorm(WholePassTransform):
 
     def __init__(self, max_norm: float, norm_type: float = 2.0) -> None:
         super().__init__()
-        self.clipping = Clipping(max_norm, norm_type, argument="max_norm")
+        self.clipping = Clipping(max_norm, norm_type)
         self._norm: Tensor | None = None
 
     @property

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +27,10 @@ from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_sub
 from overlap.hooks.wires import Wire
 from overlap.join.context import refuse_before_model
 from overlap.join.participation import active_join, refuse_once_joined
-from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
+from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.averager import Averager, MakeOptimizer, Period
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.optimizer import OverlappedOptimizer
-from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
 from overlap.optim.stepper import Verdict
 from overlap.optim.update import check_unscaled, without_adding_up
 
@@ -164,7 +164,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
             if Verdict.given_to(self).found_inf is not None:
                 if self.is_joining and not self.averager.is_local:
                     raise TrainingLoopError(SCALED_UNDER_JOIN)
-                check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
+                check_unscaled(self._transforms)
             lifecycle.check_step()
             try:
                 self.step_wrapped()
@@ -322,9 +322,7 @@ class _LocalSGDStage(Stage):
         self._context = context
         if (wire := self._local.averager.wire) is not None:
             wire.memory.attach(context)
-        self.lifecycle.names = context.names or {}
-        self.lifecycle.sees_forwards = context.names is not None
-        self.lifecycle.tell = context.tell
+        self.lifecycle.attach(replace(context, is_joining=lambda: False))  # This rank averages what others send.
 
     def detach(self) -> None:
         local = self._local

@@ -39,8 +39,8 @@ from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
 from overlap.join import Joinable
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
+from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
-from overlap.optim.phases import Event, Phase
 from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
 from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import Exchange, Gather, Workspace
@@ -253,7 +253,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     @property
     def state(self) -> Any:
         """This rank's part of the state; the keys are the whole parameters. See :class:`StateView`."""
-        return StateView(self.optim, self.shards, self._consolidated.clear, self._before_reset)
+        return StateView(self.optim, self.shards, self._consolidated.clear, self.prepare_to_load)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
@@ -261,11 +261,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             view, given = self.state, dict(state)
             view.clear()
             view.update(given)
-
-    def _before_reset(self) -> None:
-        for stage in self.updates:
-            stage.lifecycle.check(Event.LOAD)
-        self._consolidated.clear()
 
     @property
     def _stage(self) -> ZeroStep | None:
@@ -429,8 +424,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             closure: evaluates the model and runs backward; its result is returned.
             **arguments: of the ``step`` of ``optimizer_class``.
 
-        Communication: none if interleaved; if deferred one gather per bucket, and one all-reduce of a number if
-            gradients are clipped; without a stage gathers of all trainable parameters.
+        Communication: none if interleaved; if deferred one gather per bucket; without a stage gathers of all trainable
+            parameters.
 
         Raises:
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
@@ -475,30 +470,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             return list(held), list(held.values())
         if stage is not None:
             pending = [parameter for parameter in pending if id(parameter) in stage.lifecycle.gradients.reduced]
-            if stage.clips_whole:
-                return pending, [parameter.grad for parameter in pending if parameter.grad is not None]
         return pending, [self.shards[id(parameter)].gradient() for parameter in pending]
-
-    def _clip_(
-        self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor], foreach: bool | None = None
-    ) -> Tensor:
-        """Clip whole means, or by the norm of all ranks' parts. Communication: for parts one all-reduce of a number."""
-        stage = self._stage
-        if stage is None or stage.has_whole_mean:
-            by_parameter = dict(zip(parameters, gradients, strict=True))
-            ordered = parameters if stage is None else in_model_order(by_parameter, stage.lifecycle.names)
-            return clipping.clip_([by_parameter[parameter] for parameter in ordered], foreach=foreach)
-        norm = ShardedNorm(clipping, gradients, self.trained, self.join_device)
-        all_reduce(norm.partial, op=norm.op, group=self.process_group)
-        return norm.clip_()
 
     @torch.no_grad()
     def _apply(
         self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
     ) -> None:
         pairs = [(self.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
-        if self._stage is not None and self._stage.clips_whole:
-            pairs = [(shard, flatten(whole)[slice(*shard.range)]) for shard, whole in pairs if shard.own is not None]
         self.update(pairs, verdict, **arguments)
         self.finish(**arguments)
 
@@ -551,20 +529,19 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 and ``error_if_nonfinite``.
             UnsupportedError: under ``Join``.
         """
-        clipping = Clipping(max_norm, norm_type, error_if_nonfinite, argument="max_norm")
+        clipping = Clipping(max_norm, norm_type, error_if_nonfinite)
         stage = self._stage
         if stage is None:
-            pending = self._pending()
-            return self._clip_(clipping, pending, [p.grad for p in pending if p.grad is not None], foreach)
+            return clipping.clip_([p.grad for p in self._pending() if p.grad is not None], foreach=foreach)
         if stage.form.outcome is not Phase.REDUCED:
             raise TrainingLoopError(
                 "zero.clip_grad_norm_() after backward, but the update had been made in backward: use "
-                "ZeroStep(zero, deferred=True), or ZeroStep(zero, clip_grad_norm=...) without the call"
+                "ZeroStep(zero, deferred=True), or chain(ClipGradNorm(max_norm), ZeroStep(zero)) without the call"
             )
         if self.is_joining:
             raise UnsupportedError(
-                "under Join a rank that has run out of inputs calls nothing: use ZeroStep(zero, clip_grad_norm=...) "
-                "instead of zero.clip_grad_norm_()"
+                "under Join a rank that has run out of inputs calls nothing: use chain(ClipGradNorm(max_norm), "
+                "ZeroStep(zero)) instead of zero.clip_grad_norm_()"
             )
         if stage.lifecycle.phase is not Phase.REDUCED:
             raise TrainingLoopError(
@@ -573,12 +550,15 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         reduced = [parameter for parameter in stage.lifecycle.gradients.reduced.values() if parameter.grad is not None]
         with torch.no_grad(), stage.lifecycle.gradients.opened():
             if stage.has_whole_mean:
-                return self._clip_(clipping, reduced, [p.grad for p in reduced if p.grad is not None], foreach)
+                ordered = in_model_order(reduced, stage.lifecycle.names)
+                return clipping.clip_([p.grad for p in ordered if p.grad is not None], foreach=foreach)
             for p in reduced:  # So that a shard's gradient is a view of it.
                 if p.grad is not None and p.grad.stride() != p.stride():
                     p.grad = torch.empty_like(p, dtype=p.grad.dtype).copy_(p.grad)
             owned = [shard for p in reduced if (shard := self.shards[id(p)]).own is not None]
-            return self._clip_(clipping, [], [shard.gradient() for shard in owned])
+            norm = ShardedNorm(clipping, [shard.gradient() for shard in owned], self.trained, self.join_device)
+            all_reduce(norm.partial, op=norm.op, group=self.process_group)
+            return norm.clip_()
 
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward: before you read one
@@ -726,7 +706,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         for stage in self.updates:
-            stage.lifecycle.on_load()
+            stage.lifecycle.check(Event.LOAD)
         self._consolidated.clear()
 
     def sharded_state(self) -> ShardedState:

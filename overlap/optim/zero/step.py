@@ -24,11 +24,10 @@ from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.hooks.stage import UpdateStage
-from overlap.hooks.transforms.clip import ShardedNorm, in_model_order
 from overlap.hooks.wires import Wire, redistribute
 from overlap.hooks.wires.feedback import StageMemory
 from overlap.join.participation import active_join
-from overlap.optim.phases import Form, Phase
+from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout, Update
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
@@ -150,8 +149,6 @@ class ZeroStep(Update[ShardedLayout]):
             averaged and keep their ``.grad``.
         deferred: update all buckets at once in ``zero.step()``, as ``GradScaler`` needs, not each one in backward as
             soon as it is reduced.
-        clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
-        norm_type: the type of the norm; ``float("inf")`` for the maximum.
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
             ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
             call ``zero.wait()`` before you read one that you hold yourself.
@@ -192,8 +189,6 @@ class ZeroStep(Update[ShardedLayout]):
         zero: ZeroRedundancyOptimizer,
         *,
         deferred: bool | None = None,
-        clip_grad_norm: float | None = None,
-        norm_type: float = 2.0,
         gather: str = "backward",
         automatic: bool = False,
         reduce_wire: Wire | None = None,
@@ -216,14 +211,11 @@ class ZeroStep(Update[ShardedLayout]):
                 "zero.step()",
                 "ZeroStep(zero, deferred=True)",
                 edits="chain(AllReduce(), ZeroStep(zero, deferred=True))",
-                clip="ZeroStep(zero, clip_grad_norm=max_norm), or zero.clip_grad_norm_(max_norm) with deferred=True,",
                 skip="stage.skip_update()" if automatic else "zero.skip_update()",
                 adds_up=False,
                 is_automatic=automatic,
             ),
             deferred=deferred,
-            clip_grad_norm=clip_grad_norm,
-            norm_type=norm_type,
             release_gradients=release_gradients,
         )
         self.zero = zero
@@ -271,26 +263,15 @@ class ZeroStep(Update[ShardedLayout]):
             await self.exchange.reduce(bucket, layout.shards)
         return bucket
 
-    @property
-    def clips_whole(self) -> bool:
-        """Whether whole gradients are clipped, as every rank has them, and cut afterwards."""
-        return self.clipping is not None and self.has_whole_mean
-
     def gradients(
         self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
         if layout.shards is None:
             return [], []
-        parameters: Sequence[Tensor]
-        if self.clips_whole:
-            parameters, gradients = bucket.parameters, list(bucket.gradients)
-            kept = layout.owned.keys()
-        else:
-            parameters, gradients = layout.own, layout.shards.gradients(bucket.buffer)
-            if used is None:
-                return parameters, gradients
-        if used is not None:
-            kept = {id(p): p for p, is_used in zip(layout.parameters, used, strict=True) if is_used}.keys()
+        parameters, gradients = layout.own, layout.shards.gradients(bucket.buffer)
+        if used is None:
+            return parameters, gradients
+        kept = {id(p) for p, is_used in zip(layout.parameters, used, strict=True) if is_used}
         pairs = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if id(p) in kept]
         return [parameter for parameter, _ in pairs], [gradient for _, gradient in pairs]
 
@@ -311,15 +292,6 @@ class ZeroStep(Update[ShardedLayout]):
         if verdict.found_inf is None or not verdict.skips(self.stepped):
             shards = map(self.zero.shards.__getitem__, map(id, parameters))
             self.zero.update(list(zip(shards, gradients, strict=True)), verdict)
-
-    async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
-        assert self.clipping is not None, "asked for"
-        if self.has_whole_mean:
-            self.clipping.clip_([held[parameter] for parameter in in_model_order(held, self.lifecycle.names)])
-            return
-        norm = ShardedNorm(self.clipping, list(held.values()), self.zero.trained, bucket.buffer.device)
-        await all_reduce(norm.partial, op=norm.op, group=bucket.group)
-        norm.clip_()
 
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         self.zero._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
@@ -390,12 +362,6 @@ class ZeroStep(Update[ShardedLayout]):
 
     def end_step(self) -> None:
         self.zero.finish()
-
-    def describe_failure(self) -> str | None:
-        return (
-            "some parameters may have been updated by then, and not gathered on every rank: load a checkpoint before "
-            "going on, or use ZeroStep(zero, deferred=True), which updates all or none"
-        )
 
     # Gathers that do not run bucket by bucket in backward.
 
@@ -544,7 +510,6 @@ class ZeroStep(Update[ShardedLayout]):
         parts = [
             self.optimizer_name,
             "deferred" if self.form.is_deferred else "interleaved",
-            self.clipping and f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}",
             self._gathers_in_forward and "gather in forward",
             self.form.is_automatic and "automatic",
             *(value and f"{key}={value!r}" for key, value in options.items()),

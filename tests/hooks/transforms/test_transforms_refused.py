@@ -102,7 +102,7 @@ def _scaled(rank: int, world_size: int) -> None:
     zero = _zero(ddp)
     chain(AllReduce(), ClipGradNorm(0.05), ZeroStep(zero, deferred=True)).register(ddp)
     scaler.scale(mean_squared_error(ddp, MLP.batch(0, rank))).backward()
-    with pytest.raises(TrainingLoopError, match=r"has seen scaled gradients.*clip_grad_norm=\.\.\."):
+    with pytest.raises(TrainingLoopError, match=r"has seen scaled gradients.*clip in the loop"):
         scaler.step(zero)
 
 

@@ -119,10 +119,6 @@ class Form:
     is_automatic: bool = False
     """The loop calls no ``step()``."""
     is_deferred: bool = False
-    clip: float | None = None
-    subset: tuple[int, ...] | None = None
-    """The parameters that backward updates, where not all or none."""
-
     releases: bool = False
     """Whether backward gives gradients back that it has applied."""
 
@@ -146,7 +142,7 @@ class Form:
         """Which parameters backward updates."""
         if self.is_deferred and not self.is_automatic:
             return frozenset()
-        return frozenset(range(6) if self.subset is None else self.subset)
+        return frozenset(range(6))
 
     @property
     def updates_bucket_by_bucket(self) -> bool:
@@ -160,14 +156,7 @@ class Form:
 
     def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
         """The chain that is registered; may be registered again after it was removed."""
-        options: dict[str, Any] = {"release_gradients": self.releases}
-        if self.clip is not None:
-            options["clip_grad_norm"] = self.clip
-        elif self.is_deferred:
-            options["deferred"] = True
-        if self.subset is not None:
-            parameters = list(ddp.parameters())
-            options["params"] = [parameters[place] for place in self.subset]
+        options: dict[str, Any] = {"release_gradients": self.releases, "deferred": self.is_deferred}
         return chain(ArmedReduce(), Step(optimizer, **options))
 
     def skipping(self, stage: Stage, optimizer: Any) -> AbstractContextManager[None]:
@@ -281,11 +270,8 @@ class LocalForm(Form):
 FORMS: tuple[Form, ...] = (
     Form(name="step_interleaved"),
     Form(name="step_deferred", is_deferred=True, make=adamw),
-    Form(name="step_clipped", is_deferred=True, clip=0.05),
     Form(name="step_automatic", is_automatic=True, make=adamw),
     Form(name="step_deferred_automatic", is_deferred=True, is_automatic=True),
-    Form(name="step_clipped_automatic", is_deferred=True, is_automatic=True, clip=0.05),
-    Form(name="step_subset", subset=(0, 3, 4)),
     Form(name="step_released", releases=True),
     Form(name="step_released_automatic", releases=True, is_automatic=True, make=adamw),
     ZeroForm(name="zero_interleaved"),

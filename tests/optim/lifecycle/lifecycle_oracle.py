@@ -413,8 +413,6 @@ class Oracle:
         if outcome != "ArmedError":
             self._step(call, outcome, batch)
             return
-        if self.phase != "off":
-            self._clip(self._to_update())
         if self.phase in ("reduced", "applied"):
             self.phase = "failed"  # Elsewhere what could not be applied is the loop's own.
 
@@ -563,18 +561,12 @@ class Oracle:
         chosen = set(places)
         if not chosen:
             return
-        self._clip(chosen)
         hidden = {place: p.grad for place, p in enumerate(self.parameters) if place not in chosen}
         self._clear(hidden)
         self.optimizer.step()
         for place, gradient in hidden.items():
             self.parameters[place].grad = gradient
         self.loss = None  # Autograd refuses a backward whose weights have been changed since its forward.
-
-    def _clip(self, places: Iterable[int]) -> None:
-        if self.form.clip is not None and self.phase != "off":
-            ordered = [self.parameters[place] for place in sorted(places)]
-            torch.nn.utils.clip_grad_norm_(ordered, self.form.clip)
 
 
 def loss_of(ddp: nn.Module, batch: tuple[Tensor, Tensor], *, is_partial: bool = False) -> Tensor:

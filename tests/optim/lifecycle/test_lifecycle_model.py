@@ -13,7 +13,7 @@ from harness import run_ranks
 
 SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "16"))
 """For each form."""
-INLINE = ("step_interleaved", "step_automatic", "step_subset", "zero_gather_in_forward")
+INLINE = ("step_interleaved", "step_automatic", "zero_gather_in_forward")
 """Forms that are played on autograd's thread, too, as those of small models."""
 FIRST_SEED = int(os.environ.get("OVERLAP_FIRST_SEED", "0"))
 
@@ -40,8 +40,6 @@ LOOPS = (
     ("step_deferred", "forward backward ddp_zero_grad:T step no_sync step"),
     ("step_deferred", "forward backward ddp_zero_grad:T own_gradient:1 step forward"),
     ("step_deferred", "own_gradient:1 failing_step step forward backward step"),
-    ("step_subset", "forward backward edit:0 step step step"),
-    ("step_subset", "forward backward edit:0 forward forward step forward backward step"),
     ("step_interleaved", "forward backward forward step backward step forward backward step"),
     # What gradients are after an update in backward.
     ("step_interleaved", "forward backward keep edit:all step forward backward step edit:1 forward"),
@@ -71,7 +69,6 @@ LOOPS = (
     ("step_deferred", "incomplete_backward zero_grad:T load step"),
     ("step_deferred", "no_sync zero_grad:F failing_step step"),
     ("step_deferred", "forward backward failing_step step"),
-    ("step_subset", "forward backward failing_step step"),
     ("local_before_start", "forward backward step failing_step step"),
     ("step_deferred", "remove register:same step"),
     ("step_deferred", "forward backward remove ddp_zero_grad:T register:same step"),

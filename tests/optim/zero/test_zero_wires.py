@@ -30,7 +30,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gather alone": ({"gather_wire": Int4(chunk=32)}, {}),
     "both, whole, in forward": (BOTH | FORWARD, WHOLE),
     "both, deferred": (BOTH | DEFERRED, {}),
-    "both, automatic, clipped": (BOTH | {"automatic": True, "clip_grad_norm": 1e9}, {}),
+    "both, deferred, automatic": (BOTH | DEFERRED | {"automatic": True}, {}),
     "stochastic": (
         {"reduce_wire": Int4(rounding="stochastic"), "gather_wire": Int8(), "error_feedback": True},
         {},

@@ -32,11 +32,10 @@ class ByHand:
         error_feedback: bool = False,
         is_even: bool = True,
         master_dtype: torch.dtype | None = None,
-        clip: float | None = None,
     ) -> None:
         self.case, self.world_size, self.ranges = case, world_size, ranges
         self.reduce_wire, self.gather_wire, self.error_feedback = reduce_wire, gather_wire, error_feedback
-        self.is_even, self.clip = is_even, clip
+        self.is_even = is_even
         self.model = case.model()
         self.public = dict(self.model.named_parameters())
         self.true = {
@@ -54,8 +53,6 @@ class ByHand:
         gradients = [self.gradients(step, rank, is_zero=rank in joined) for rank in range(self.world_size)]
         for names in cut:
             self._reduce([name for name in names if name in self.ranges], gradients)
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.true.values(), self.clip)
         self.optimizer.step()
         for names in cut:
             self._gather([name for name in names if name in self.ranges])
@@ -211,7 +208,6 @@ def by_hand(case: Case, world_size: int, ddp: Any, zero: Any, stage: Any, **opti
         gather_wire=stage.gather_wire,
         error_feedback=stage.error_feedback,
         is_even=zero.partition == "element",
-        clip=None if stage.clipping is None else stage.clipping.max_norm,
         **options,
     )
 

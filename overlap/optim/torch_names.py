@@ -1,4 +1,4 @@
-"""Optimizers that take their gradients as arguments."""
+"""PyTorch's names of functional optimizers: those of ``torch.optim``, with gradients as arguments of ``step``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class FunctionalOptimizer:
             raise ConfigurationError(f"{type(self).__name__}: {error}") from error
         self._stepper = SubsetStepper(self.optimizer)
         self.adopts = not any(group["params"] for group in self.param_groups)
-        """Whether this was made without parameters, and takes those that an update in backward brings."""
+        """Whether this takes all parameters that an update in backward brings, as it was made without any."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

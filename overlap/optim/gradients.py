@@ -1,0 +1,356 @@
+"""The gradients of one update: which were reduced, which were applied, and what the loop may do with them.
+
+[Note: gradients of an update]
+
+- A gradient that the library did not make is never cleared or overwritten.
+- One that has been applied is never applied again. It stays readable until the model's next forward clears it.
+- An edit of one that was applied in backward would be lost, so such gradients are handed over read-only, until
+  ``step()``, or where the loop calls none, until the next forward. See [Note: applied gradients are read-only].
+- One of which this rank has only a part, or whose memory was released, cannot be read, either.
+
+Local SGD without an update in backward is an ordinary optimizer, and only clears gradients of a failure.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from overlap._torch.autograd import versions
+from overlap._torch.read_only import AppliedGradient, Attempt, Terms
+from overlap.errors import TrainingLoopError
+
+__all__ = ["PassGradients", "UsedValues", "and_others"]
+
+_PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+
+
+class PassGradients(Terms):
+    """Of which of an update's parameters the last backward reduced the gradients, and which have been applied.
+
+    These are the terms of gradients that are handed over. The next forward clears a gradient that is still the tensor
+    that ``step()`` left, at the same version; what the loop has put there or zeroed stays.
+
+    Args:
+        owns: whether the gradient of a parameter is this update's to clear.
+        error: makes the error for an attempt to use a gradient that is not the loop's.
+        on_zero: called before ``zero_grad(set_to_none=False)`` of the model zeroes gradients; may raise.
+    """
+
+    def __init__(
+        self,
+        owns: Callable[[Tensor], bool],
+        *,
+        error: Callable[[Tensor | None, Attempt], TrainingLoopError] = lambda parameter, attempt: TrainingLoopError(),
+        on_zero: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.owns = owns
+        self._error = error
+        self._on_zero = on_zero
+        self.reduced: dict[int, Tensor] = {}
+        """By ``id``, the parameters whose gradients came in a bucket of the last backward."""
+        self.applied: dict[int, Tensor] = {}
+        """By ``id``, those whose gradients have been applied."""
+        self.unused: set[int] = set()
+        """By ``id``, those that no rank has used in the last backward, as far as was asked: DDP leaves their
+        ``.grad``."""
+        self.released: set[int] = set()
+        """By ``id``, those whose gradients were applied, and their memory released."""
+        self.is_replayed = False
+        """Whether the pass was a replay, after which ``Join`` puts the mean into ``.grad``: nothing there is the
+        loop's."""
+        self._has_parts = False
+        self._handed: list[tuple[Tensor, weakref.ref[AppliedGradient]]] = []
+        # By id of the parameter, those that are not handed over: to make one takes longer.
+        self._spare: dict[int, AppliedGradient] = {}
+        # What step() left in .grad: parameters, gradients and their versions; and the views of DDP's buckets that some
+        # of those gradients stand for.
+        self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        self._views: list[tuple[Tensor, weakref.ref[Tensor], Tensor]] = []
+        # Parameters whose gradients a forward has cleared.
+        self._cleared: list[Tensor] = []
+
+    # In backward.
+
+    def begin_pass(self) -> None:
+        """A backward begins."""
+        self.forget()
+        self._cleared, self.unused = [], set()
+
+    def forget(self) -> None:
+        """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
+        self.reduced, self.applied, self.released = {}, {}, set()
+        self._handed, self._left, self._views, self.is_replayed = [], [], [], False
+
+    def note_reduced(self, owned: Mapping[int, Tensor]) -> None:
+        """A bucket has been reduced that holds the gradients of ``owned``, this update's parameters by ``id``."""
+        self.reduced.update(owned)
+
+    def note_applied(self, parameters: Collection[Tensor]) -> None:
+        """The gradients of these parameters, all of them this update's, have been applied."""
+        self.applied.update(zip(map(id, parameters), parameters, strict=True))
+
+    # Between backward and step().
+
+    def hand_over(self, *, parts: bool = False, allows_unscaling: bool = False) -> None:
+        """Give the loop the gradients that were applied, to be read; or with ``parts``, where this rank has only a part
+        of each, stand-ins for all that were reduced, which cannot be read. Nor can a released gradient.
+        ``GradScaler`` may unscale them where the update ``allows_unscaling``."""
+        self._has_parts, self.allows_unscaling = parts, allows_unscaling
+        spare, handed = self._spare, self._handed
+        for key, parameter in (self.reduced if parts else self.applied).items():
+            gradient = parameter.grad
+            if key in self.released:
+                gradient = None
+            elif gradient is None or gradient.is_sparse:
+                continue
+            elif type(gradient) is AppliedGradient:  # Of the pass before, if no forward was seen that would clear it.
+                gradient = gradient.plain
+            wrapper, like = spare.pop(key, None), parameter if gradient is None else gradient
+            if wrapper is None or wrapper.stride() != like.stride():
+                wrapper = AppliedGradient(gradient, like, weakref.ref(parameter), self)
+            wrapper.plain, wrapper.is_readable = gradient, not parts
+            parameter.grad = wrapper
+            handed.append((parameter, weakref.ref(wrapper)))
+
+    def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
+        """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
+        ``keeps_empty`` not where there is none inside. Returns the parameters.
+
+        A wrapper is used again, unless the loop has kept it: that one still shows its own gradient.
+        """
+        taken, kept = [], []
+        for parameter, wrapper in self._handed:
+            handed = parameter.grad
+            if not isinstance(handed, AppliedGradient) or handed is not wrapper():
+                continue
+            if handed.plain is None and keeps_empty:
+                kept.append((parameter, wrapper))
+                continue
+            parameter.grad = handed.plain
+            if sys.getrefcount(handed) == _REFERENCES:
+                handed.plain = None
+                self._spare[id(parameter)] = handed
+            taken.append(parameter)
+        self._handed = kept
+        return taken
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within it ``.grad`` are ordinary tensors; what this rank has only in part is handed over again afterwards."""
+        parts = self._has_parts
+        if parts:
+            self._take(keeps_empty=True)
+        try:
+            yield
+        finally:
+            if parts:
+                self.hand_over(parts=True, allows_unscaling=True)
+
+    def take_replaced(self) -> list[Tensor]:
+        """Parameters in whose ``.grad`` the loop has put something else than was handed over, each once; that counts as
+        applied from now on, so that the next forward clears it."""
+        replaced: list[Tensor] = []
+        for parameter, wrapper in self._handed:
+            if (gradient := parameter.grad) is None or gradient is not wrapper():
+                replaced.append(parameter)
+        if replaced:
+            ids = set(map(id, replaced))
+            self._handed = [(p, wrapper) for p, wrapper in self._handed if id(p) not in ids]
+            self._left += [(p, weakref.ref(p.grad), p.grad._version) for p in replaced if p.grad is not None]
+        return replaced
+
+    # From step() to the next forward.
+
+    def take_back(self) -> None:
+        """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none."""
+        if not self._has_parts:
+            self._take(keeps_empty=True)
+        self.note_left()
+
+    def note_left(self) -> None:
+        """Note the gradients that were applied as they are now; the next forward clears them if they still are.
+
+        Views of a bucket of DDP's share one version counter, so that an edit of one would count for all. So until then
+        other views take their place, each with a counter of its own.
+        """
+        self._left = left = []
+        for parameter in self.applied.values():
+            gradient = parameter.grad
+            if gradient is None or type(gradient) is AppliedGradient:
+                continue
+            if gradient._is_view():
+                view, gradient = gradient, gradient.data
+                parameter.grad = gradient
+                self._views.append((parameter, weakref.ref(gradient), view))
+            left.append((parameter, weakref.ref(gradient), gradient._version))
+
+    def as_left(self) -> list[Tensor]:
+        """Parameters whose gradients are still what :meth:`note_left` noted."""
+        found: list[Tensor] = []
+        for parameter, noted, version in self._left:
+            gradient = parameter.grad
+            if gradient is not None and gradient is noted() and gradient._version == version:
+                found.append(parameter)
+        return found
+
+    def has_left(self) -> bool:
+        """Whether a gradient that was applied is still in ``.grad``, or was released."""
+        return bool(self.released) or any(parameter.grad is not None for parameter in self.applied.values())
+
+    def has_added_to_applied(self) -> bool:
+        """Whether a backward may have added to applied gradients: ``.grad`` is still the tensor that was left."""
+        return any(p.grad is not None and p.grad is noted() for p, noted, _ in self._left)
+
+    def has_changed_applied(self) -> bool:
+        """Whether the loop has changed a gradient since it was applied, or has put another in its place."""
+        left = set(map(id, self.as_left()))
+        there = (p for p in self.applied.values() if p.grad is not None and id(p) not in left)
+        return any(type(p.grad) is not AppliedGradient for p in there)
+
+    def clear_applied(self) -> None:
+        """Clear the gradients that were applied and are as they were left."""
+        handed = self._take() if self._handed else []
+        for parameter in handed + (list(self.applied.values()) if self.is_replayed else self.as_left()):
+            parameter.grad = None
+            self._cleared.append(parameter)
+        self._put_views_back()
+        self._left = []
+        for key in self.applied:
+            self.reduced.pop(key, None)
+        self.applied = {}
+
+    @torch.no_grad()
+    def note_zero_grad(self, *, set_to_none: bool, restores: bool) -> None:
+        """``zero_grad()`` is going to clear or zero all gradients; zeros belong where a forward has cleared some, too,
+        if it ``restores`` them."""
+        taken = self._take()
+        self._put_views_back()
+        for parameter in () if set_to_none else taken + (self._cleared if restores else []):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._cleared = []
+
+    def clear_all(self, names: Iterable[Tensor]) -> None:
+        """Clear every gradient of the model, after a failure."""
+        for parameter in {**self.reduced, **{id(p): p for p in names}}.values():
+            if self.owns(parameter):
+                parameter.grad = None
+        self.forget()
+        self._cleared = []
+
+    def clear_for_good(self) -> None:
+        """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
+        for parameter in (p for p in self.applied.values() if type(p.grad) is AppliedGradient):
+            parameter.grad = None
+        for parameter in (p for p, noted, _ in self._left if p.grad is noted()):
+            parameter.grad = None
+        self._put_views_back()
+        self._spare = {}
+        self.forget()
+        self._cleared = []
+
+    def _put_views_back(self) -> None:
+        views, self._views = self._views, []
+        for parameter, alone, view in views:
+            if parameter.grad is not None and parameter.grad is alone():
+                parameter.grad = view
+
+    # Terms: a gradient that was handed over is used by the loop.
+
+    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+        raise self._error(gradient.parameter(), attempt)
+
+    @torch.no_grad()
+    def zero(self, gradient: AppliedGradient) -> None:
+        self._on_zero()
+        parameter = gradient.parameter()
+        if parameter is None or parameter.grad is not gradient:
+            self.refuse(gradient, Attempt.WRITE)
+        parameter.grad = torch.zeros_like(parameter) if gradient.plain is None else gradient.plain.zero_()
+
+
+def _references_of_a_local() -> int:
+    """``sys.getrefcount`` of an object that one local variable refers to."""
+    alone = object()
+    return sys.getrefcount(alone)
+
+
+_REFERENCES = _references_of_a_local()
+
+
+class UsedValues:
+    """The hyperparameters that an update in backward used, and the parameters that it wrote, to compare in ``step()``.
+
+    In plain DDP the update comes with ``step()``, so it sees a learning rate, a group or a parameter that the loop
+    changes after backward. Parameters are compared by version; a change through ``.data`` raises none. State that is
+    edited by hand between the two is not looked at.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor]) -> None:
+        self._groups = list(map(_values, groups))
+        self._parameters = parameters
+        self._versions = versions(parameters)
+
+    def changed(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> str | None:
+        """The first of them that has changed since, in words. Parameters and keys may have been added."""
+        for place, before in enumerate(self._groups):
+            now = _values(groups[place] if place < len(groups) else {"params": ()})
+            for key in before if now != before else ():
+                if key == "params":
+                    if not set(before[key]) <= set(now[key]):
+                        return f"the list of parameters of parameter group {place} was changed"
+                elif key not in now or now[key] != before[key]:
+                    was, shown = _shown(before[key]), _shown(now.get(key))
+                    return f"{key!r} of parameter group {place} was changed from {was} to {shown}"
+        now_versions = versions(self._parameters)
+        if now_versions == self._versions:
+            return None
+        differs = map(operator.ne, self._versions, now_versions)
+        changed = [names.get(parameter, "a parameter") for parameter in compress(self._parameters, differs)]
+        return f"{changed[0]}{and_others(changed, 'other parameter')} was changed"
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a group, so that equal dictionaries mean equal hyperparameters and the same parameters."""
+    values = {}
+    for key, value in group.items():
+        if type(value) in _PLAIN or (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
+            values[key] = value
+        else:
+            values[key] = list(map(id, value)) if key == "params" else _content(value)
+    return values
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        # The host would wait for a value on another device.
+        is_read = value.numel() == 1 and value.device.type == "cpu"
+        return value.item() if is_read else ("another tensor", id(value), value._version)
+    if isinstance(value, (list, tuple)):
+        return list(map(_content, value))
+    if isinstance(value, dict):
+        return {key: _content(each) for key, each in value.items()}
+    return value if type(value) in _PLAIN else id(value)
+
+
+def _shown(value: Any) -> str:
+    return value[0] if isinstance(value, tuple) and value[:1] == ("another tensor",) else repr(value)
+
+
+def and_others(names: Sequence[Any], noun: str = "other") -> str:
+    """How many more than the first there are, in brackets; empty for one.
+
+    >>> and_others(["a"]), and_others(["a", "b"]), and_others(["a", "b", "c"], "other parameter")
+    ('', ' (and 1 other)', ' (and 2 other parameters)')
+    """
+    count = len(names) - 1
+    return f" (and {count} {noun}{'s' if count > 1 else ''})" if count else ""
