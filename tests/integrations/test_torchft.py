@@ -240,7 +240,6 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
         "interleaved": "use Step(optimizer, deferred=True)",
         "automatic": "use an OverlappedOptimizer",
         "hook": "use a stage",
-        "hierarchical": "use AllReduce()",
         "static_graph": "rebuild its buckets",
         "async quorum": "use_async_quorum=False",
         "spares": "WorldSizeMode.DYNAMIC",

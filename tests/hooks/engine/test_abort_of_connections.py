@@ -61,6 +61,6 @@ def _abandons(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("interfaces", ["lo", "lo,lo,lo"])  # Each has connections of its own.
-def test_ranks_that_wait_for_each_other_are_woken(interfaces: str) -> None:
-    run_ranks(_abandons, 3, env={"GLOO_SOCKET_IFNAME": interfaces}, timeout_s=60)
+def test_ranks_that_wait_for_each_other_are_woken() -> None:
+    # Each interface has connections of its own.
+    run_ranks(_abandons, 3, env={"GLOO_SOCKET_IFNAME": "lo,lo,lo"}, timeout_s=60)

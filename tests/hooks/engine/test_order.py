@@ -6,7 +6,6 @@ import random
 import time
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -86,7 +85,6 @@ def _inline_and_on_a_worker(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives_pair_up_under_random_delays(world_size: int) -> None:
-    first, *others = run_ranks(_inline_and_on_a_worker, world_size, timeout_s=110)
+def test_collectives_pair_up_under_random_delays() -> None:
+    first, *others = run_ranks(_inline_and_on_a_worker, 3, timeout_s=110)
     assert all(other == first for other in others) and min(first) >= SEEDS * 5
