@@ -46,8 +46,8 @@ class Memory(StageMemory):
         """Elements of all compressed passes so far, before compression."""
         self.numel_after = 0
         """And after it."""
-        self.directions: dict[tuple[object, ...], Tensor] = {}
-        """Random directions that do not change from step to step; not saved."""
+        self.kept: dict[tuple[object, ...], Tensor] = {}
+        """Random directions and workspace that last from step to step; not saved."""
         self._numbers: Any = WeakIdKeyDictionary()
         # Loaded for parameters whose gradients have not arrived yet.
         self._unclaimed: set[str] = set()

@@ -186,9 +186,6 @@ class _WholeBuckets(_HookPowerSGD):
     async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
         memory, key, numel = self._memory, bucket_key(keys), bucket.buffer.numel()
         side = math.isqrt(numel - 1) + 1
-        for factors in (memory.left, memory.right):
-            if key in factors and factors[key].shape[1] != side:
-                del factors[key]  # Of a bucket that was cut in another way.
         square = bucket.buffer.new_zeros(side * side)
         square[:numel].copy_(bucket.buffer)
         whole = replace(bucket, buffer=square, raw=None, views=((torch.Size((side, side)), (side, 1), 0),))

@@ -68,36 +68,6 @@ def test_an_element_that_is_not_finite_makes_its_matrix_nan_on_every_rank_and_ch
             assert all(bool(output.isfinite().all()) for output in world.step(local)[0])
 
 
-BLOCKED = [
-    {},
-    {"alternate": True},
-    {"error_feedback": False},
-    {"error_dtype": torch.bfloat16},
-    {"error_dtype": torch.float16, "alternate": True},
-]
-
-
-@pytest.mark.parametrize("options", BLOCKED, ids=str)
-def test_a_large_matrix_taken_in_blocks_is_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path for matrices beyond the cache, with sizes of a test."""
-    shapes = [(33, 8), (40, 5), (7, 9)]
-
-    def outputs(block_numel: int) -> list[list[Tensor]]:
-        monkeypatch.setattr("overlap.hooks.powersgd.algorithm._BLOCK_NUMEL", block_numel)
-        world = world_of(2, shapes, rank=2, **options)
-        found = []
-        for step in range(5):
-            local = gradients(step, 2, shapes, torch.float32)
-            if step == 3:
-                local[0][0][0, 0] = torch.nan
-            found.append(world.step(local)[0])
-        return found
-
-    # A sum in another order can round a residual of half precision the other way.
-    eps = torch.finfo(options.get("error_dtype", torch.float32)).eps
-    torch.testing.assert_close(outputs(64), outputs(10**9), equal_nan=True, rtol=1e-4, atol=max(1e-5, 4 * eps))
-
-
 @pytest.mark.parametrize("alternate", [False, True])
 def test_nothing_is_lost_in_other_memory_formats(alternate: bool) -> None:
     shapes = [(8, 4, 3, 3), (12, 8)]
