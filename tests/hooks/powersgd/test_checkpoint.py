@@ -46,9 +46,9 @@ def run(world: World, start: int, stop: int) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("names", [True, False], ids=["named", "unnamed"])
-@pytest.mark.parametrize("loads_first", [True, False])
-def test_resume_is_exact(options: dict[str, Any], names: bool, loads_first: bool) -> None:
+@pytest.mark.parametrize("names", [True, False], ids=["named, loads first", "unnamed, registers first"])
+def test_resume_is_exact(options: dict[str, Any], names: bool) -> None:
+    loads_first = names
     world = World([make(**options) for _ in range(2)], SHAPES, names=names)
     run(world, 0, 3)
     states = [through_a_file(stage.state_dict()) for stage in world.stages]
@@ -80,8 +80,9 @@ def test_a_pickled_powersgdstate_continues_the_same_run(hook: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (4, 3, 2, 4)], ids=str)
-@pytest.mark.parametrize("error_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "error_dtype"), [((4, 3, 2, 4), None), ((3, 2), torch.bfloat16)], ids=["float32", "bfloat16"]
+)
 def test_another_number_of_ranks_keeps_the_pending_mean(sizes: tuple[int, ...], error_dtype: Any) -> None:
     """What is still to come in the mean over ranks is the residuals' sum divided by their number."""
     world = World([make(error_dtype=error_dtype) for _ in range(sizes[0])], SHAPES)
@@ -169,8 +170,7 @@ def test_a_state_that_does_not_fit_is_refused(
         use(state(), loads_first=loads_first, **use_options)
 
 
-@pytest.mark.parametrize("alternate", [False, True])
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize(("rank", "alternate"), [(1, False), (4, True)])
 def test_a_state_goes_on_with_another_rank(rank: int, alternate: bool) -> None:
     world = World([make(alternate=alternate) for _ in range(2)], SHAPES)
     run(world, 0, 3)
