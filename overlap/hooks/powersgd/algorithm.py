@@ -313,7 +313,7 @@ class PowerIteration:
             if len(alike) == 1:
                 alike[0].copy_(change(alike[0], group))
                 continue
-            # Changed at once in the dtype in which that is done on accelerators, the shorter ones filled up with zeros.
+            # On an accelerator. Filled up with zeros, in the dtype that Cholesky-QR computes in.
             rows = self._kept("rows", group, lambda group=group: _filled_up(factors.flat.double(), group))
             copy_all(_beginnings(rows, group), alike)
             copy_all(alike, _beginnings(change(rows, group), group))

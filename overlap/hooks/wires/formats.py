@@ -35,10 +35,7 @@ from overlap.hooks.wires.codec import Codec, Field, RoundingWire
 __all__ = [
     "AffineCodec",
     "BFloat16",
-    "CastCodec",
-    "CastWire",
     "ChunkCodec",
-    "ChunkWire",
     "Float8",
     "Float16",
     "Int4",
@@ -46,8 +43,6 @@ __all__ = [
     "TopK",
     "add_noise_",
     "cast",
-    "check_chunk",
-    "cut",
     "draw",
 ]
 
