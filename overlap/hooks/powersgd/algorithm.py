@@ -461,7 +461,11 @@ class Factors:
         """Of each batch of matrices, ``(count, rank, length)``."""
 
     def views(self, views: Sequence[_View]) -> list[Tensor]:
-        return [self.flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in views]
+        start = self.flat.storage_offset()
+        return [
+            self.flat.as_strided((count, rank, length), (rank * length, length, 1), start + offset)
+            for offset, (count, rank, length) in views
+        ]
 
 
 def _filled_up(like: Tensor, group: _Group) -> Tensor:
