@@ -23,7 +23,7 @@ MOST_A_BUCKET = {
     "ZeroStep, 8 ranks": 9,
     "ZeroStep, 64 ranks": 9,
     "ZeroStep, in forward": 9,
-    "PowerSGD(rank=4)": 62,
+    "PowerSGD(rank=4)": 49,
     "Quantize(Int8()), 8 ranks": 19,
     "Quantize(Int8()), 64 ranks": 19,
     "Quantize(Int4()), feedback": 56,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from overlap.hooks.collectives import all_gather
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Int8, QuantizedSum, Wire, redistribute
 from overlap.hooks.wires.feedback import StageMemory
-from overlap.hooks.wires.formats import Affine8
+from overlap.hooks.wires.formats import AffineCodec
 
 __all__ = ["GatherQuantized", "Quantize"]
 
@@ -150,8 +151,8 @@ class Quantize(Stage):
 class GatherQuantized(Stage):
     """The mean over ranks of gradients sent as unsigned 8-bit integers, with a scale and a zero point per chunk.
 
-    See :class:`~overlap.hooks.wires.formats.Affine8`: the error is at most half a scale, and zero is exact. If a value
-    is not finite, all values that share its scale become NaN.
+    The error is at most half a scale, and zero is exact. If a value is not finite, all values that share its scale
+    become NaN.
 
     Args:
         chunk: how many values share a scale; the whole bucket where ``None``.
@@ -175,7 +176,8 @@ class GatherQuantized(Stage):
             raise UnsupportedError(f"{self!r} cannot keep {buffer.dtype} gradients; use AllReduce()")
         if buffer.numel() == 0:
             return
-        codec = Affine8(self.chunk).codec(buffer.numel())
+        chunk = self.chunk or buffer.numel()
+        codec = AffineCodec(math.ceil(buffer.numel() / chunk), chunk)
         values = pad(buffer.float(), (0, codec.numel - buffer.numel()))
         message = torch.empty(codec.message_bytes, dtype=torch.uint8, device=buffer.device)
         codec.encode(values, message)

@@ -135,8 +135,8 @@ MUTANTS: dict[str, Mutant] = {
     # PowerSGD.
     "the basis is not orthogonal": Mutant(
         "hooks/powersgd/algorithm.py",
-        "factors.change(lambda rows, group: orthonormalize(rows, functools.partial(self._spare, group)))",
-        "pass",
+        "basis: Tensor = torch.linalg.qr(rows.mT)[0].mT",
+        "basis = rows",
         _POWERSGD,
     ),
     "every step starts from random directions": Mutant(
@@ -146,7 +146,10 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/powersgd/test_torch_parity.py -k outputs",
     ),
     "the residual is not added": Mutant(
-        "hooks/powersgd/algorithm.py", "add_all(self._gradients, self._residuals)", "pass", _POWERSGD
+        "hooks/powersgd/algorithm.py",
+        "add_all(list(itertools.chain(*gradients)), list(itertools.chain(*residuals)))",
+        "pass",
+        _POWERSGD,
     ),
     "factors are not averaged": Mutant(
         "hooks/powersgd/algorithm.py",

@@ -141,8 +141,8 @@ MUTANTS: dict[str, Mutant] = {
         "hooks.wires.feedback:ErrorFeedback._keep", "not has_streams(are_finite.device)", "True", _FEEDBACK
     ),
     "the host looks whether factors are finite": _waiting(
-        "hooks.powersgd.algorithm:PowerIteration._zero_non_finite",
-        "not has_streams(factors.flat.device) and ",
+        "hooks.powersgd.algorithm:PowerIteration._are_finite",
+        "not has_streams(mean.flat.device) and ",
         "",
         "factors, interleaved",
     ),

@@ -42,14 +42,19 @@ M is computed in the gradient's own memory: the bucket is overwritten by the out
 stays as it was until the step is known to be finite. So one matrix in the bucket's own precision takes no workspace.
 For several of one shape, or half precision, which is computed in ``float32``, a copy is made for each product and
 dropped before the stage waits for a collective: workspace never exceeds the bucket that is being compressed.
+
+[Note: matrices that are not finite]
+
+A non-finite element of M makes a row of its products non-finite, on the rank that has it and so in their mean. The last
+factor to be averaged says which matrices are finite: it is the same on all ranks, and so is the answer. A first one
+only has to become a basis, so its non-finite elements are zeroed, and any basis will do.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,21 +63,14 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all, all_finite, copy_all, norms
-from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.wires import QuantizedSum, Wire
 from overlap.hooks.wires.feedback import within_range
 
-__all__ = ["ReductionLayout", "PowerIteration", "cholesky_qr", "layout_of", "orthonormalize", "random_directions"]
+__all__ = ["PowerIteration", "ReductionLayout", "cholesky_qr", "householder_qr", "layout_of", "random_directions"]
 
-# Elements of a block of rows that stays in a CPU's cache from one kernel to the next.
-_BLOCK_NUMEL = 200 * 1024
-# A product that sums over rows copies them into another order first, which is to stay in the cache, too.
-_SUMMED_ROWS = 16
-# Two products are written over a block of rows that is read.
-_FINISHED_ROWS = 32
 # On a CPU, copying larger matrices together takes longer than one more kernel.
 _CPU_BATCH_NUMEL = 16 * 1024
 
@@ -117,26 +115,30 @@ class PowerIteration:
         """To compute in."""
         self.sent_numel = 0
         """Elements sent so far, in the bucket's dtype."""
-        self.matrices = []
-        for batch in layout.batches:
-            gradients = [bucket.gradients[place] for place in batch.places]
-            residuals = None
-            if error_dtype is not None:
-                found = zip(batch.places, gradients, strict=True)
-                residuals = [memory.residual(keys[place], gradient, error_dtype) for place, gradient in found]
-            self.matrices.append(Matrices(batch, gradients, residuals, self.dtype))
+        gradients = [[bucket.gradients[place] for place in batch.places] for batch in layout.batches]
+        residuals: list[list[Tensor]] = [[] for _ in gradients]
+        if error_dtype is not None:
+            for batch, of_batch, errors in zip(layout.batches, gradients, residuals, strict=True):
+                for place, gradient in zip(batch.places, of_batch, strict=True):
+                    errors.append(memory.residual(keys[place], gradient, error_dtype))
+            if bucket.buffer.dtype == self.dtype:
+                add_all(list(itertools.chain(*gradients)), list(itertools.chain(*residuals)))
+        self.matrices = [
+            Matrices(batch, of_batch, errors, self.dtype)
+            for batch, of_batch, errors in zip(layout.batches, gradients, residuals, strict=True)
+        ]
 
     async def both_factors(self) -> None:
         """PowerSGD: two all-reduces, of P and of Q."""
         q_before = self._start(self.layout.right)
         own_p = self._times(q_before)  # P = M Q
         p = await self._mean(own_p, with_exact=True)
-        is_finite = self._zero_non_finite(p)
+        p.flat.nan_to_num_(0.0, 0.0, 0.0)
         self._orthonormalize(p)
         own_q = self._times(p)  # Q = M^T P
         q = await self._mean(own_q)
-        is_finite = self._zero_non_finite(q, is_finite)
-        self._decompress((p, own_q), (p, q), is_finite)  # output = P Q^T
+        is_finite = self._are_finite(q)
+        self._decompress((p, own_q), (p, self._marked(q, is_finite)), is_finite)  # output = P Q^T
         self._keep(q, is_finite, before=q_before)
 
     async def one_factor(self, *, is_left: bool) -> None:
@@ -145,39 +147,26 @@ class PowerIteration:
         self._orthonormalize(basis)
         own = self._times(basis)  # P = M Q or Q = M^T P
         mean = await self._mean(own, with_exact=True)
-        is_finite = self._zero_non_finite(mean)
-        owns, means = ((own, basis), (mean, basis)) if is_left else ((basis, own), (basis, mean))
+        is_finite = self._are_finite(mean)
+        marked = self._marked(mean, is_finite)
+        owns, means = ((own, basis), (marked, basis)) if is_left else ((basis, own), (basis, marked))
         self._decompress(owns, means, is_finite)  # output = P Q^T
         self._keep(mean, is_finite)
 
     def _start(self, layout: FactorLayout) -> Factors:
-        """The factors of the step before; random directions where there are none.
-
-        Of a factor that was saved with another rank, the first directions, which are the leading ones, stay, and random
-        ones are appended.
-
-        Raises:
-            ConfigurationError: a factor that was loaded has directions of another length.
-        """
+        """The factors of the step before; random directions where there are none, or of another shape."""
         factors = self._empty(layout)
         before = self.memory.left if layout.is_left else self.memory.right
         targets, sources = [], []
         for batch, of_batch in zip(self.layout.batches, factors.of_batches, strict=True):
-            rank, length = of_batch.shape[1:]
             for place, factor in zip(batch.places, of_batch.unbind(), strict=True):
                 found = before.get(self.keys[place]) if self.cold_step is None else None
-                if found is None or len(found) != rank:
+                if found is not None and found.shape == factor.shape:
+                    sources.append(hold(found))
+                    targets.append(factor)
+                else:
+                    rank, length = factor.shape
                     factor.copy_(self._random(rank, length, step=self.cold_step) * length**-0.5)
-                if found is None:
-                    continue
-                if found.ndim != 2 or found.shape[1] != length:
-                    raise ConfigurationError(
-                        f"the factor of parameter {self.keys[place]} has shape {tuple(found.shape)}, but here its "
-                        f"directions have {length} elements: the state comes from another model; to keep the residuals "
-                        "and start new factors, load it with state['factors'] = {}"
-                    )
-                sources.append(hold(found)[:rank])
-                targets.append(factor[: len(sources[-1])])
         copy_all(targets, sources)
         return factors
 
@@ -185,9 +174,11 @@ class PowerIteration:
         """Keep the mean factors for the next step, those ``before`` (if given) of matrices that were not finite."""
         if self.cold_step is not None:
             return
-        self._normalize(mean)
-        # A copy: the factors would otherwise keep all that was sent with them alive.
-        flat = mean.flat.clone() if is_finite is None or before is None else mean.where(is_finite, before.flat)
+        self._change(mean, self._normalized)
+        if is_finite is None or before is None:
+            flat = mean.flat.clone()  # The factors would otherwise keep all that was sent with them alive.
+        else:
+            flat = torch.where(is_finite[mean.layout.owners], mean.flat, before.flat)
         here, there = self.memory.left, self.memory.right
         if not mean.layout.is_left:
             here, there = there, here
@@ -196,43 +187,34 @@ class PowerIteration:
                 here[self.keys[place]] = factor
                 there.pop(self.keys[place], None)
 
-    def _normalize(self, factors: Factors) -> None:
-        """Scale all directions to length 1, in place; draw anew those that are zero or rounding errors.
+    def _normalized(self, rows: Tensor, group: _Group) -> Tensor:
+        """All directions with length 1; drawn anew if they are zero, rounding errors or not finite.
 
         Products with such directions stay in the range of the gradient, in half precision too. A direction vanishes
         when the gradient had a smaller rank than the factor; a random one can find a direction of a later gradient.
         """
-        tiny = 8 * torch.finfo(self.dtype).eps
-
-        def normalized(rows: Tensor, group: _Group) -> Tensor:
-            lengths = _length(rows)
-            is_there = lengths > tiny * lengths.amax(dim=1, keepdim=True)
-            if not has_streams(rows.device) and bool(is_there.all()):
-                return rows.div_(lengths)
-            return torch.where(is_there, rows / lengths, self._spare(group))
-
-        factors.change(normalized)
+        lengths = _length(rows)
+        is_there = lengths > 8 * torch.finfo(self.dtype).eps * lengths.amax(dim=1, keepdim=True)
+        if not has_streams(rows.device) and bool(is_there.all()):
+            return rows.div_(lengths)
+        return torch.where(is_there, rows / lengths, self._spare(group))
 
     def _times(self, basis: Factors) -> Factors:
         """P = M Q of this rank's matrices and the right factors ``basis``, or Q = M^T P of the left ones."""
-        product = self._empty(self.layout.right if basis.layout.is_left else self.layout.left)
+        is_left = basis.layout.is_left
+        product = self._empty(self.layout.right if is_left else self.layout.left)
         for matrices, factors, out in zip(self.matrices, basis.of_batches, product.of_batches, strict=True):
-            if basis.layout.is_left:
-                matrices.transposed_times(factors, out=out)
-            else:
-                matrices.times(factors, out=out)
+            loaded = matrices.load()
+            torch.bmm(factors, loaded if is_left else loaded.mT, out=out)
         return product
 
     def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors], is_finite: _Finite) -> None:
         """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own."""
-        left, right = mean
         verdicts: Sequence[_Finite] = [None] * len(self.matrices)
         if is_finite is not None:
-            # Matrices that are not finite come out as NaN.
-            left = Factors(left.layout, left.where(is_finite, torch.nan))
             verdicts = is_finite.split_with_sizes([len(batch.places) for batch in self.layout.batches])
         own_factors = zip(own[0].of_batches, own[1].of_batches, strict=True)
-        mean_factors = zip(left.of_batches, right.of_batches, strict=True)
+        mean_factors = zip(mean[0].of_batches, mean[1].of_batches, strict=True)
         for matrices, of_own, of_mean, verdict in zip(self.matrices, own_factors, mean_factors, verdicts, strict=True):
             matrices.decompress(of_own, of_mean, verdict)
 
@@ -259,7 +241,10 @@ class PowerIteration:
     async def _all_reduce(self, flat: Tensor, exact: Sequence[Tensor]) -> Tensor:
         """The mean of factors, and that of gradients, in place, by one all-reduce in the bucket's dtype."""
         numel, dtype, divisor = flat.numel(), self.bucket.buffer.dtype, self.bucket.divisor
-        sent = torch.cat([flat, *(gradient.reshape(-1) for gradient in exact)]).mul_(1 / divisor).to(dtype)
+        if exact:
+            sent = torch.cat([flat, *(gradient.reshape(-1) for gradient in exact)]).mul_(1 / divisor).to(dtype)
+        else:
+            sent = flat.mul(1 / divisor).to(dtype)
         if sent.numel() == 0:
             return flat
         if dtype != self.dtype:
@@ -297,42 +282,68 @@ class PowerIteration:
             exponent = math.ceil(math.log2(summed) / 2)
             of_batch.mul_(2.0 ** (-exponent if is_down else exponent))
 
-    def _zero_non_finite(self, factors: Factors, before: _Finite = None) -> _Finite:
-        """Zero the elements of factors that are not finite; returns which matrices are, here and ``before``.
+    def _are_finite(self, mean: Factors) -> _Finite:
+        """Which matrices are finite on all ranks; see [Note: matrices that are not finite]."""
+        if not has_streams(mean.flat.device) and bool(all_finite(mean.flat)):
+            return None
+        each = [factor for of_batch in mean.of_batches for factor in of_batch.unbind()]
+        return torch.stack(norms(each, math.inf)) < math.inf
 
-        A non-finite element makes its whole row of products non-finite. The factors are already the same on all ranks,
-        and so is the answer. All that follows can work with zeros.
-        """
-        if not has_streams(factors.flat.device) and bool(all_finite(factors.flat)):
-            return before
-        each = [factor for of_batch in factors.of_batches for factor in of_batch.unbind()]
-        is_finite = torch.stack(norms(each, math.inf)) < math.inf
-        factors.flat.nan_to_num_(0.0, 0.0, 0.0)
-        return is_finite if before is None else is_finite & before
+    def _marked(self, mean: Factors, is_finite: _Finite) -> Factors:
+        """The mean factors with NaN in place of matrices that are not finite, which so come out as NaN."""
+        if is_finite is None:
+            return mean
+        return Factors(mean.layout, torch.where(is_finite[mean.layout.owners], mean.flat, math.nan))
 
     def _orthonormalize(self, factors: Factors) -> None:
-        factors.change(lambda rows, group: orthonormalize(rows, functools.partial(self._spare, group)))
+        """Replace the factors by orthonormal bases of their spans.
+
+        On a CPU Householder's QR is the fastest at every shape that matters. Accelerators run it one matrix after
+        another, so there it serves ``float64`` alone, which Cholesky-QR cannot do in a wider dtype.
+        """
+        if has_streams(factors.flat.device) and self.dtype != torch.float64:
+            self._change(factors, lambda rows, group: cholesky_qr(rows, self._spare(group)))
+        else:
+            self._change(factors, lambda rows, group: householder_qr(rows))
+
+    def _change(self, factors: Factors, change: Callable[[Tensor, _Group], Tensor]) -> None:
+        """Replace the factors of each group by ``change(rows, group)`` of ``rows``, shape ``(count, rank, length)``."""
+        for group in factors.layout.groups:
+            alike = factors.views(group)
+            if len(alike) == 1:
+                alike[0].copy_(change(alike[0], group))
+                continue
+            # On an accelerator. Filled up with zeros, in the dtype that Cholesky-QR computes in.
+            rows = self._kept("rows", group, lambda group=group: _filled_up(factors.flat.double(), group))
+            copy_all(_beginnings(rows, group), alike)
+            copy_all(alike, _beginnings(change(rows, group), group))
 
     def _spare(self, group: _Group) -> Tensor:
-        """Random directions of length 1 for all factors of a group, the same in all steps."""
-        kept, key = self.memory.directions, (self.seed, group, self.dtype, self.bucket.buffer.device)
+        """Random orthonormal directions for all factors of a group, the same in all steps."""
+
+        def drawn() -> Tensor:
+            spare = _filled_up(self.bucket.buffer.new_empty(0, dtype=self.dtype), group)
+            for part in _beginnings(spare, group):
+                part.copy_(torch.linalg.qr(self._random(*part.shape[1:]).mT)[0].mT)
+            return spare
+
+        return self._kept("spare", group, drawn)
+
+    def _kept(self, name: str, of: object, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is made once for all steps and all buckets of one layout."""
+        kept, key = self.memory.kept, (name, of, self.seed, self.dtype, self.bucket.buffer.device)
         if key not in kept:
-            kept[key] = _filled_up(self.bucket.buffer.new_empty(0, dtype=self.dtype), group)
-            for part in _beginnings(kept[key], group):
-                directions = self._random(*part.shape[1:])
-                part.copy_(directions / _length(directions))
+            kept[key] = make()
         return hold(kept[key])
 
     def _random(self, rank: int, length: int, *, step: int | None = None) -> Tensor:
         """Random directions ``(rank, length)``: of one ``step``, or the same in all steps."""
-        device, kept = self.bucket.buffer.device, self.memory.directions
-        key = (self.seed, rank, length, self.dtype, device)
-        if step is None and key in kept:
-            return hold(kept[key])
-        drawn = random_directions(rank, length, seed=self.seed, step=step, dtype=self.dtype, device=device)
-        if step is None:
-            kept[key] = drawn
-        return drawn
+
+        def drawn() -> Tensor:
+            device = self.bucket.buffer.device
+            return random_directions(rank, length, seed=self.seed, step=step, dtype=self.dtype, device=device)
+
+        return self._kept("random", (rank, length), drawn) if step is None else drawn()
 
     def _empty(self, layout: FactorLayout) -> Factors:
         return Factors(layout, torch.empty(layout.owners.numel(), dtype=self.dtype, device=self.bucket.buffer.device))
@@ -350,21 +361,12 @@ def random_directions(
     return torch.randn(rank, length, generator=generator, dtype=dtype, device=device)
 
 
-def orthonormalize(rows: Tensor, spare: Callable[[], Tensor]) -> Tensor:
-    """An orthonormal basis of the span of each batch of rows, at most ``length`` of them.
+# An orthonormal basis of the span of each batch of rows, ``(count, rank, length)``, finite and at most ``length`` of
+# them. It is always a whole basis: where rows are zero or depend on each other, arbitrary directions are added, so a
+# zero gradient needs no guard. No value is read on the host.
 
-    It is always a whole basis: where rows are zero or depend on each other, arbitrary directions are added, so a zero
-    gradient needs no guard. No value is read on the host.
 
-    On a CPU Householder's QR is the fastest at every shape that matters. Accelerators run it one matrix after another,
-    so there it serves ``float64`` alone, which Cholesky-QR cannot do in a wider dtype.
-
-    Args:
-        rows: ``(count, rank, length)``, ``float32`` or ``float64``, finite.
-        spare: returns random directions of length 1, shaped as ``rows``, for rows that vanish.
-    """
-    if has_streams(rows.device) and rows.dtype != torch.float64:
-        return cholesky_qr(rows, spare())
+def householder_qr(rows: Tensor) -> Tensor:
     basis: Tensor = torch.linalg.qr(rows.mT)[0].mT
     return basis
 
@@ -373,19 +375,19 @@ def cholesky_qr(rows: Tensor, spare: Tensor) -> Tensor:
     """By two rounds of Cholesky-QR in ``float64``: products and small triangles, which accelerators like.
 
     Rounding has made the rows uncertain by their dtype's epsilon, so a few times that is added to them in random
-    directions. That bounds the condition number, so the Gram matrix of dependent rows can be factorized, too, in
-    ``float64``. Should it fail even so, the first unit vectors are the basis; error feedback makes up for it.
+    directions, orthonormal ones. That bounds the condition number (but for the rows' lengths, which do not matter to a
+    Cholesky factorization), so the Gram matrix of dependent rows can be factorized, too. Should it fail even so, the
+    random directions are the basis; error feedback makes up for it.
     """
     wide = rows.double()
-    basis = wide / _length(wide).clamp_(min=torch.finfo(torch.float64).tiny)
-    basis.add_(spare, alpha=16 * torch.finfo(torch.float32).eps)
+    lengths = _length(wide).clamp_(min=1e-100)  # Far below float32's range; its square is in float64's.
+    basis = torch.addcmul(wide, spare, lengths, value=16 * torch.finfo(torch.float32).eps)
     for _ in range(2):
         # cholesky_ex and not cholesky, which reads on the host whether it succeeded.
         lower, _ = torch.linalg.cholesky_ex(basis @ basis.mT)
         basis = torch.linalg.solve_triangular(lower, basis, upper=False)
     is_whole = torch.linalg.vector_norm(basis, dim=(1, 2), keepdim=True) < math.inf
-    unit = torch.eye(rows.shape[1], rows.shape[2], dtype=basis.dtype, device=basis.device)
-    return torch.where(is_whole, basis, unit).to(rows.dtype)
+    return torch.where(is_whole, basis, spare).to(rows.dtype)
 
 
 def _length(rows: Tensor) -> Tensor:
@@ -455,26 +457,15 @@ class Factors:
     def __init__(self, layout: FactorLayout, flat: Tensor) -> None:
         self.layout = layout
         self.flat = flat
-        self.of_batches = self._views(layout.of_batches)
+        self.of_batches = self.views(layout.of_batches)
         """Of each batch of matrices, ``(count, rank, length)``."""
 
-    def where(self, is_finite: Tensor, other: Tensor | float) -> Tensor:
-        """The factors of finite matrices, flat, and ``other`` in place of those that are not."""
-        return torch.where(is_finite[self.layout.owners], self.flat, other)
-
-    def change(self, change: Callable[[Tensor, _Group], Tensor]) -> None:
-        """Replace the factors of each group by ``change(rows, group)`` of ``rows``, shape ``(count, rank, length)``."""
-        for group in self.layout.groups:
-            alike = self._views(group)
-            if len(alike) == 1:
-                alike[0].copy_(change(alike[0], group))
-                continue
-            rows = _filled_up(self.flat, group)
-            copy_all(_beginnings(rows, group), alike)
-            copy_all(alike, _beginnings(change(rows, group), group))
-
-    def _views(self, views: Sequence[_View]) -> list[Tensor]:
-        return [self.flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in views]
+    def views(self, views: Sequence[_View]) -> list[Tensor]:
+        start = self.flat.storage_offset()
+        return [
+            self.flat.as_strided((count, rank, length), (rank * length, length, 1), start + offset)
+            for offset, (count, rank, length) in views
+        ]
 
 
 def _filled_up(like: Tensor, group: _Group) -> Tensor:
@@ -529,114 +520,61 @@ def layout_of(
 
 
 class Matrices:
-    """The matrices M = gradient + residual of one batch, and their products.
+    """The matrices M = gradient + residual of one batch.
 
-    One matrix too large for a CPU's caches is taken in blocks of rows: its memory is read once, not twice. In memory
-    formats such as channels-last the columns of a matrix are in another order than in the gradient's shape, which is
-    the same on all ranks and changes no product.
+    In memory formats such as channels-last the columns of a matrix are in another order than in the gradient's shape,
+    which is the same on all ranks and changes no product.
 
     Args:
         batch: their shape.
-        gradients: to compress; overwritten with the output.
-        residuals: shaped and strided as ``gradients``; ``None`` without error feedback.
+        gradients: to compress, the residuals already added if they are of ``dtype``; overwritten with the output.
+        residuals: shaped and strided as ``gradients``; none without error feedback.
         dtype: to compute in.
     """
 
     def __init__(
-        self, batch: Batch, gradients: Sequence[Tensor], residuals: Sequence[Tensor] | None, dtype: torch.dtype
+        self, batch: Batch, gradients: Sequence[Tensor], residuals: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
         def as_matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
             size, stride = (batch.rows, batch.cols), (batch.cols, 1)
             return [tensor if tensor.ndim == 2 else tensor.as_strided(size, stride) for tensor in tensors]
 
         self._gradients = as_matrices(gradients)
-        self._residuals = None if residuals is None else as_matrices(residuals)
+        self._residuals = as_matrices(residuals)
         self._dtype = dtype
-        first, numel = self._gradients[0], batch.rows * batch.cols
-        self._is_in_place = first.dtype == dtype
-        # Whether residuals are yet to be added to the gradients.
-        self._is_pending = self._is_in_place and residuals is not None
+        self._is_in_place = gradients[0].dtype == dtype
         self._is_alone = self._is_in_place and len(gradients) == 1
-        self._is_large = self._is_alone and numel > _BLOCK_NUMEL and not has_streams(first.device)
 
-    def times(self, q: Tensor, *, out: Tensor) -> None:
-        """P = M Q: left factors ``(count, rank, rows)`` from right ones ``(count, rank, cols)``."""
-        if not self._is_large:
-            torch.bmm(q, self._load().mT, out=out)
-            return
-        block_rows = max(1, _BLOCK_NUMEL // q.shape[2])
-        for block, column in zip(self._blocks(block_rows), out[0].split(block_rows, dim=1), strict=True):
-            torch.mm(q[0], block.t(), out=column)
-
-    def transposed_times(self, p: Tensor, *, out: Tensor) -> None:
-        """Q = M^T P: right factors ``(count, rank, cols)`` from left ones ``(count, rank, rows)``."""
-        if not self._is_large:
-            torch.bmm(p, self._load(), out=out)
-            return
-        total = out[0].zero_()
-        for block, column in zip(self._blocks(_SUMMED_ROWS), p[0].split(_SUMMED_ROWS, dim=1), strict=True):
-            total.addmm_(column, block)
-
-    def _blocks(self, rows: int) -> Iterator[Tensor]:
-        """The one matrix in blocks of ``rows``; the residual is added to each of them while it is in the cache."""
-        is_pending, self._is_pending = self._is_pending, False
-        residuals = self._residuals[0].split(rows) if is_pending and self._residuals else itertools.repeat(None)
-        for block, residual in zip(self._gradients[0].split(rows), residuals, strict=False):
-            yield block if residual is None else block.add_(residual)
-
-    def _load(self) -> Tensor:
+    def load(self) -> Tensor:
         """M, ``(count, rows, cols)``: a copy, unless one matrix is alone."""
-        if self._is_pending and self._residuals is not None:
-            self._is_pending = False
-            add_all(self._gradients, self._residuals)
         if self._is_alone:
             return self._gradients[0][None]
         matrices = torch.stack(self._gradients).to(self._dtype)
-        if self._residuals is not None and not self._is_in_place:
+        if self._residuals and not self._is_in_place:
             add_all(matrices.unbind(), self._residuals)
         return matrices
 
     def decompress(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], is_finite: _Finite) -> None:
         """Write P Q^T of the ``mean`` factors to the gradients and M - P Q^T of this rank's ``own`` to the residuals.
 
-        ``is_finite``, shape ``(count,)``: the matrices that are finite on all ranks; the others keep their residuals.
-        ``None``: all are.
+        ``is_finite``, shape ``(count,)``: the matrices that are finite on all ranks; the others keep their residuals,
+        without asking on the host which ones they are. ``None``: all are.
         """
-        if self._is_large and is_finite is None:
-            self._decompress_blocks(own, mean)
-            return
-        matrices = self._load()
-        if self._residuals is not None:
-            if self._is_alone and is_finite is None and self._residuals[0].dtype == self._dtype:
-                torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=self._residuals[0][None])
+        matrices, residuals = self.load(), self._residuals
+        if residuals and self._is_alone and is_finite is None and residuals[0].dtype == self._dtype:
+            torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=residuals[0][None])
+        elif residuals:
+            # Two gradients that cancel in the mean can leave more than half precision holds.
+            matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
+            found = [within_range(new, residuals[0].dtype) for new in matrices.unbind()]
+            if is_finite is None:
+                copy_all(residuals, found)
             else:
-                matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
-                _write_residuals(self._residuals, matrices.unbind(), is_finite)
+                for residual, new, finite in zip(residuals, found, is_finite.unbind(), strict=True):
+                    if residual.dtype == new.dtype:
+                        torch.where(finite, new, residual, out=residual)
+                    else:
+                        residual.copy_(torch.where(finite, new, residual))
         output = torch.bmm(mean[0].mT, mean[1], out=matrices)
         if not self._is_alone:
             copy_all(self._gradients, output.unbind())
-
-    def _decompress_blocks(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor]) -> None:
-        own_rows, mean_rows = own[0][0].t().split(_FINISHED_ROWS), mean[0][0].t().split(_FINISHED_ROWS)
-        residuals = itertools.repeat(None) if self._residuals is None else self._residuals[0].split(_FINISHED_ROWS)
-        blocks = zip(self._gradients[0].split(_FINISHED_ROWS), own_rows, mean_rows, residuals, strict=False)
-        for matrix, own_p, mean_p, residual in blocks:
-            if residual is not None and residual.dtype == matrix.dtype:
-                torch.addmm(matrix, own_p, own[1][0], alpha=-1, out=residual)
-            elif residual is not None:
-                residual.copy_(within_range(torch.addmm(matrix, own_p, own[1][0], alpha=-1), residual.dtype))
-            torch.mm(mean_p, mean[1][0], out=matrix)
-
-
-def _write_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_finite: _Finite) -> None:
-    """Overwrite the residuals of finite matrices, without asking on the host which ones are finite."""
-    # Two gradients that cancel in the mean can leave more than half precision holds.
-    found = [within_range(new, residuals[0].dtype) for new in found]
-    if is_finite is None:
-        copy_all(residuals, found)
-        return
-    for residual, new, finite in zip(residuals, found, is_finite.unbind(), strict=True):
-        if residual.dtype == new.dtype:
-            torch.where(finite, new, residual, out=residual)
-        else:
-            residual.copy_(torch.where(finite, new, residual))

@@ -46,11 +46,9 @@ class Memory(StageMemory):
         """Elements of all compressed passes so far, before compression."""
         self.numel_after = 0
         """And after it."""
-        self.directions: dict[tuple[object, ...], Tensor] = {}
-        """Random directions that do not change from step to step; not saved."""
+        self.kept: dict[tuple[object, ...], Tensor] = {}
+        """Random directions and workspace that last from step to step; not saved."""
         self._numbers: Any = WeakIdKeyDictionary()
-        # Loaded for parameters whose gradients have not arrived yet.
-        self._unclaimed: set[str] = set()
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -77,16 +75,7 @@ class Memory(StageMemory):
         if keys is None:
             numbers = self._numbers
             keys = tuple(numbers.setdefault(parameter, str(len(numbers))) for parameter in bucket.parameters)
-        self._unclaimed.difference_update(keys)
         return keys
-
-    def check_claimed(self) -> None:
-        """Raises: ConfigurationError: a whole backward has not met all parameters that were loaded."""
-        if self._unclaimed:
-            listed = ", ".join(sorted(self._unclaimed)[:5])
-            raise ConfigurationError(
-                f"the state has parameters that the model does not have ({listed}): it is the state of another model"
-            )
 
     def residual(self, key: str, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """The residual of a parameter in the memory format of ``gradient``, zeros if there is none.
@@ -147,7 +136,6 @@ class Memory(StageMemory):
         self.left, self.right = (factors, {}) if state_dict["is_left"] else ({}, factors)
         self.steps = int(state_dict["steps"])
         self.numel_before, self.numel_after = map(int, state_dict["numel"])
-        self._unclaimed = {*state_dict["residuals"], *state_dict["factors"]}
 
 
 def bucket_key(keys: Sequence[str]) -> str:

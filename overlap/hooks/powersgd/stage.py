@@ -115,7 +115,7 @@ class PowerSGD(Stage):
             )
         self._memory = Memory(self, wire=wire)
         self._layouts: dict[tuple[object, ...], ReductionLayout] = {}
-        self._compressed_buckets = 0
+        self._has_compressed = False
         self._all_reduce = AllReduce()
 
     def attach(self, context: StageContext) -> None:
@@ -129,7 +129,6 @@ class PowerSGD(Stage):
         self._memory.steps += 1
         if self.wire is not None:
             self._memory.find_levels()
-        self._compressed_buckets = 0
 
     def after_backward(self, *, failed: bool) -> str | None:
         if failed:
@@ -137,9 +136,6 @@ class PowerSGD(Stage):
             if self.alternate:
                 self._memory.forget_factors()
             return f"{self!r}: what compression had left out of this pass's gradients may be lost"
-        # None if a wrapping stage reduced in another way.
-        if self._compressed_buckets:
-            self._memory.check_claimed()
         return None
 
     async def __call__(self, bucket: Bucket) -> None:
@@ -152,7 +148,7 @@ class PowerSGD(Stage):
         if step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
             return
-        self._compressed_buckets += 1
+        self._has_compressed = True
         sent_numel = await self._reduce(bucket, keys, step)
         # Not in one statement: other buckets count during the await.
         self._memory.numel_before += bucket.buffer.numel()
@@ -197,10 +193,6 @@ class PowerSGD(Stage):
     def compression_stats(self) -> tuple[float, int, int]:
         """The ratio of elements before and after compression so far, and both numbers."""
         return self._memory.compression_stats()
-
-    @property
-    def signature(self) -> str:
-        return repr(self)
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's memory; each rank saves its own.

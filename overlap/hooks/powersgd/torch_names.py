@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 class PowerSGDState(classes.PowerSGDState):
     """Options and memory of :func:`powerSGD_hook`, for one model.
 
-    The arguments are PyTorch's and mean the same; those that :class:`PowerSGD` adds are passed by keyword.
+    The arguments are PyTorch's and mean the same; :class:`PowerSGD` has more.
     ``start_powerSGD_iter`` may be 0 or more, since memory does not depend on buckets. Pickling leaves the process group
     out (set it again, or leave it ``None`` for the model's own); load the pickle on the same rank of the same number of
     ranks.
@@ -46,7 +46,6 @@ class PowerSGDState(classes.PowerSGDState):
         random_seed: see ``PowerSGD(seed=)``.
         compression_stats_logging_frequency: steps between two lines in the log.
         batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes nothing.
-        options: ``alternate``, ``error_dtype`` and ``wire`` of :class:`PowerSGD`.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -67,7 +66,6 @@ class PowerSGDState(classes.PowerSGDState):
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
-        **options: Any,
     ) -> None:
         self.process_group = check_group("process_group", process_group)
         self.matrix_approximation_rank = matrix_approximation_rank
@@ -82,14 +80,8 @@ class PowerSGDState(classes.PowerSGDState):
         )
         self.compression_stats_logging_frequency = max(1, frequency)
         self.batch_tensors_with_same_shape = check_flag("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
-        if unknown := sorted(set(options) - {"alternate", "error_dtype", "wire"}):
-            raise ConfigurationError(
-                f"PowerSGDState has no option {', '.join(unknown)}; beyond PyTorch's it has alternate, "
-                "error_dtype and wire"
-            )
-        self._options = options
         PowerSGD(**self.options())  # Raises here, and not in the first backward.
-        self.memory = Memory(self, wire=options.get("wire"))
+        self.memory = Memory(self, wire=None)
 
     def options(self) -> dict[str, Any]:
         """The options under the names of :class:`PowerSGD`."""
@@ -100,7 +92,6 @@ class PowerSGDState(classes.PowerSGDState):
             "error_feedback": self.use_error_feedback,
             "warm_start": self.warm_start,
             "seed": self.random_seed,
-            **self._options,
         }
 
     @property
@@ -142,7 +133,7 @@ class PowerSGDState(classes.PowerSGDState):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self.memory = Memory(self, wire=self._options.get("wire"))
+        self.memory = Memory(self, wire=None)
         self.memory.load_state_dict(state["memory"])
 
     def maybe_increase_iter(self, bucket: Any) -> None:
@@ -164,7 +155,7 @@ class _HookPowerSGD(PowerSGD):
 
     def after_backward(self, *, failed: bool) -> str | None:
         note = super().after_backward(failed=failed)
-        if self._compressed_buckets and not failed and self._memory.steps >= self._next_log:
+        if self._has_compressed and not failed and self._memory.steps >= self._next_log:
             self._next_log = self._memory.steps + self._log_every_steps
             rate, before, after = self._memory.compression_stats()
             _logger.info("step %d: %d elements sent as %d, %.1f times fewer", self._memory.steps, before, after, rate)
@@ -186,19 +177,15 @@ class _WholeBuckets(_HookPowerSGD):
     async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
         memory, key, numel = self._memory, bucket_key(keys), bucket.buffer.numel()
         side = math.isqrt(numel - 1) + 1
-        for factors in (memory.left, memory.right):
-            if key in factors and factors[key].shape[1] != side:
-                del factors[key]  # Of a bucket that was cut in another way.
         square = bucket.buffer.new_zeros(side * side)
         square[:numel].copy_(bucket.buffer)
         whole = replace(bucket, buffer=square, raw=None, views=((torch.Size((side, side)), (side, 1), 0),))
         if not self.error_feedback:
             sent_numel = await super()._reduce(whole, (key,), step)
         else:
-            dtype = self.error_dtype or square.dtype
             pairs = zip(keys, bucket.gradients, strict=True)
-            residuals = [memory.residual(name, gradient, dtype) for name, gradient in pairs]
-            errors = torch.zeros_like(square, dtype=dtype)
+            residuals = [memory.residual(name, gradient, square.dtype) for name, gradient in pairs]
+            errors = torch.zeros_like(square)
             parts = bucket.with_buffer(errors[:numel]).gradients
             copy_all(parts, residuals)
             memory.residuals[key] = errors.view(side, side)

@@ -128,9 +128,10 @@ class Codec(ABC):
             return
         fields, start = [], 0
         for dtype, numel in self.fields:
-            end = start + self.chunks * numel * dtype.itemsize
-            fields.append(messages[:, start:end].view(dtype).view(count, self.chunks, numel))
-            start = end
+            of_dtype = messages.view(dtype)
+            offset = of_dtype.storage_offset() + start // dtype.itemsize
+            fields.append(of_dtype.as_strided((count, self.chunks, numel), (of_dtype.stride(0), numel, 1), offset))
+            start += self.chunks * numel * dtype.itemsize
         # Where kernels are launched, one copy costs less than to launch them twice.
         is_in_place = given == self.numel or (len(values) == 1 and not has_streams(values.device))
         whole = given // self.chunk_numel if is_in_place else 0

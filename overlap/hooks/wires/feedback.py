@@ -1,8 +1,7 @@
 """The memory of a stage that rounds: errors, to be added in the next step, and random numbers.
 
 :class:`ErrorFeedback` holds errors by parameter name and :class:`RoundingGenerator` a rank's random numbers.
-:class:`WireMemory` is both, with their state; :class:`StageMemory` is that of a stage, which may be loaded before the
-stage is registered.
+:class:`StageMemory` is both, with their state.
 
 Error feedback: Seide et al., 2014; Karimireddy et al., 2019.
 """
@@ -27,9 +26,6 @@ __all__ = [
     "ErrorFeedback",
     "RoundingGenerator",
     "StageMemory",
-    "WireMemory",
-    "check_errors",
-    "check_rank",
     "check_shape",
     "redistribute",
     "summed_errors",
@@ -134,20 +130,25 @@ class RoundingGenerator:
         self._state, self._generator = None if state is None else state.cpu(), None
 
 
-class WireMemory:
-    """Errors and random numbers of one user of wires, on its rank.
+class StageMemory:
+    """Errors and random numbers of one user of wires, on its rank; it may be loaded before its stage is registered.
 
     Args:
+        owner: named in messages.
         error_feedback: whether to add a step's errors to the next step's values.
         wires: stochastic ones draw from one generator.
     """
 
-    def __init__(self, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
+    def __init__(self, owner: object, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
         self.feedback = ErrorFeedback() if error_feedback else None
         stochastic = next((wire for wire in wires if wire.is_stochastic), None)
         self.is_of_rank = error_feedback or stochastic is not None
         """Whether each rank has its own."""
         self._generator = RoundingGenerator(stochastic)
+        self._owner = owner
+        self._saved_by: Place | None = None
+        self._context: StageContext | None = None
+        self._levels: Levels | None = None
 
     def begin(self) -> None:
         """A pass begins."""
@@ -162,32 +163,6 @@ class WireMemory:
     def generator_for(self, wire: Wire, rank: int, device: torch.device) -> torch.Generator | None:
         """The generator with which ``wire`` rounds on this ``rank``; ``None`` if it rounds to nearest."""
         return self._generator.of(rank, device) if wire.is_stochastic else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """A snapshot: ``error`` by parameter name, and the rounding's ``generator``, where there are such."""
-        state: dict[str, Any] = {}
-        if self.feedback is not None:
-            state["error"] = self.feedback.state_dict()
-        if (generator := self._generator.state()) is not None:
-            state["generator"] = generator
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`; without a key, as before the first pass."""
-        if self.feedback is not None:
-            self.feedback.load_state_dict(state_dict.get("error", {}))
-        self._generator.load(state_dict.get("generator"))
-
-
-class StageMemory(WireMemory):
-    """The memory of one stage, the ``owner``, which messages name; other arguments as of :class:`WireMemory`."""
-
-    def __init__(self, owner: object, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
-        super().__init__(error_feedback=error_feedback, wires=wires)
-        self._owner = owner
-        self._saved_by: Place | None = None
-        self._context: StageContext | None = None
-        self._levels: Levels | None = None
 
     def find_levels(self) -> None:
         """Make the groups of a job on several machines; called before a pass, when ranks have the same stages."""
@@ -219,14 +194,19 @@ class StageMemory(WireMemory):
         self._context = None
 
     def state_dict(self) -> dict[str, Any]:
-        """That of :class:`WireMemory`, with the ``rank`` and number of ``ranks`` that it belongs to."""
-        state = super().state_dict()
+        """A snapshot: ``error`` by parameter name and the rounding's ``generator``, where there are such, with the
+        ``rank`` and number of ``ranks`` that they belong to."""
+        state: dict[str, Any] = {}
+        if self.feedback is not None:
+            state["error"] = self.feedback.state_dict()
+        if (generator := self._generator.state()) is not None:
+            state["generator"] = generator
         if state and self.place is not None:
             state["rank"], state["ranks"] = self.place
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict` of this rank.
+        """Load a :meth:`state_dict` of this rank; without a key, as before the first pass.
 
         Raises:
             ConfigurationError: ``state_dict`` has unknown keys, has errors and this memory keeps none, or is another
@@ -243,25 +223,27 @@ class StageMemory(WireMemory):
         if self._context is not None:
             self._check(self._context, saved_by, errors)
         self._saved_by = saved_by
-        super().load_state_dict(state_dict)
+        if self.feedback is not None:
+            self.feedback.load_state_dict(errors)
+        self._generator.load(state_dict.get("generator"))
 
     def _check(self, context: StageContext, saved_by: Place | None, errors: Mapping[str, Tensor]) -> None:
         if saved_by is not None and self.is_of_rank:
-            check_rank(saved_by, _place(context), owner=type(self._owner).__name__, kept="errors")
+            _check_rank(saved_by, _place(context), owner=type(self._owner).__name__)
         if context.names is not None:
-            check_errors(errors, {name: parameter for parameter, name in context.names.items()})
+            _check_errors(errors, {name: parameter for parameter, name in context.names.items()})
 
 
 def _place(context: StageContext) -> Place:
     return context.group.rank(), context.group.size()
 
 
-def check_rank(saved_by: Place, here: Place, *, owner: str, kept: str) -> None:
-    """Raises: ConfigurationError: a state of ``kept`` was saved by another rank; says how ``owner`` converts it."""
+def _check_rank(saved_by: Place, here: Place, *, owner: str) -> None:
+    """Raises: ConfigurationError: a state was saved by another rank; says how ``owner`` converts it."""
     if saved_by != here:
         raise ConfigurationError(
             f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
-            f"and each rank has its own {kept}: load this rank's file, or make its state with "
+            f"and each rank has its own errors: load this rank's file, or make its state with "
             f"{owner}.redistribute(states, rank={here[0]}, ranks={here[1]})"
         )
 
@@ -275,7 +257,7 @@ def check_shape(name: str, error: Tensor, like: Tensor) -> None:
         )
 
 
-def check_errors(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+def _check_errors(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Raises: ConfigurationError: ``errors`` has a name that ``parameters`` lacks, or another shape."""
     if foreign := sorted(set(errors) - set(parameters)):
         raise ConfigurationError(

@@ -30,15 +30,12 @@ from torch import Tensor
 from overlap._checks import as_number, told
 from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError
-from overlap.hooks.wires.codec import Codec, Field, RoundingWire, Wire
+from overlap.hooks.wires.codec import Codec, Field, RoundingWire
 
 __all__ = [
-    "Affine8",
+    "AffineCodec",
     "BFloat16",
-    "CastCodec",
-    "CastWire",
     "ChunkCodec",
-    "ChunkWire",
     "Float8",
     "Float16",
     "Int4",
@@ -46,8 +43,6 @@ __all__ = [
     "TopK",
     "add_noise_",
     "cast",
-    "check_chunk",
-    "cut",
     "draw",
 ]
 
@@ -353,28 +348,14 @@ class Float8(ChunkWire):
     _codec = _E4M3
 
 
-@dataclass(frozen=True, repr=False)
-class Affine8(Wire):
+@dataclass(frozen=True)
+class AffineCodec(Codec):
     """Integers 0 to 255, with a scale and a zero point for each chunk: 0.254 of fp32.
 
     ``x`` becomes ``round(x / scale) + zero_point``, where the range covers the smallest value, the largest value and
     zero. The error is at most half a scale, and zero is exact. If a value is not finite, all values that share its
-    scale become NaN.
-
-    Args:
-        chunk: values that share a scale; all if ``None``.
+    scale become NaN. A message holds scale and zero point of each chunk in fp32, then the chunks' integers.
     """
-
-    chunk: int | None = 512
-
-    def codec(self, numel: int) -> _AffineCodec:
-        chunk = self.chunk or numel
-        return _AffineCodec(math.ceil(numel / chunk) if numel else 0, chunk)
-
-
-@dataclass(frozen=True)
-class _AffineCodec(Codec):
-    """A message holds scale and zero point of each chunk in fp32, then the chunks' integers."""
 
     chunks: int
     chunk_numel: int

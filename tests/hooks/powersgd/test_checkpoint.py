@@ -37,32 +37,18 @@ def run(world: World, start: int, stop: int) -> list[torch.Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"alternate": True, "wire": Int8(rounding="stochastic")},
-        {"warm_start": False, "error_dtype": torch.bfloat16},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("names", [True, False], ids=["named", "unnamed"])
-@pytest.mark.parametrize("loads_first", [True, False])
-def test_resume_is_exact(options: dict[str, Any], names: bool, loads_first: bool) -> None:
-    world = World([make(**options) for _ in range(2)], SHAPES, names=names)
+def test_resume_is_exact_without_names() -> None:
+    """tests/resume has the same with names."""
+    options: dict[str, Any] = {"alternate": True, "wire": Int8(rounding="stochastic")}
+    world = World([make(**options) for _ in range(2)], SHAPES, names=False)
     run(world, 0, 3)
     states = [through_a_file(stage.state_dict()) for stage in world.stages]
-    expected = run(world, 3, 7)
-
+    expected = run(world, 3, 6)
     resumed = [make(**options) for _ in range(2)]
-    if loads_first:
-        for stage, state in zip(resumed, states, strict=True):
-            stage.load_state_dict(state)
-    other = World(resumed, SHAPES, names=names)
-    if not loads_first:
-        for stage, state in zip(resumed, states, strict=True):
-            stage.load_state_dict(state)
-    for found, wanted in zip(run(other, 3, 7), expected, strict=True):
+    other = World(resumed, SHAPES, names=False)
+    for stage, state in zip(resumed, states, strict=True):
+        stage.load_state_dict(state)
+    for found, wanted in zip(run(other, 3, 6), expected, strict=True):
         assert torch.equal(found, wanted)
     assert resumed[0].compression_stats() == world.stages[0].compression_stats()  # type: ignore[attr-defined]
 
@@ -80,8 +66,9 @@ def test_a_pickled_powersgdstate_continues_the_same_run(hook: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (4, 3, 2, 4)], ids=str)
-@pytest.mark.parametrize("error_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "error_dtype"), [((4, 3, 2, 4), None), ((3, 2), torch.bfloat16)], ids=["float32", "bfloat16"]
+)
 def test_another_number_of_ranks_keeps_the_pending_mean(sizes: tuple[int, ...], error_dtype: Any) -> None:
     """What is still to come in the mean over ranks is the residuals' sum divided by their number."""
     world = World([make(error_dtype=error_dtype) for _ in range(sizes[0])], SHAPES)
@@ -120,18 +107,18 @@ def test_redistribute_refuses_states_that_do_not_belong_together() -> None:
             PowerSGD.redistribute(given, rank=rank, ranks=2)
 
 
-def saved(shapes: list[tuple[int, ...]] = SHAPES, *, ranks: int = 2, names: bool = True) -> Any:
-    world = World([make() for _ in range(ranks)], shapes, names=names)
+def saved(shapes: list[tuple[int, ...]] = SHAPES, *, ranks: int = 2) -> Any:
+    world = World([make() for _ in range(ranks)], shapes)
     world.step(gradients(0, ranks, shapes, torch.float32))
     return world.stages[0].state_dict()
 
 
-def use(state: Mapping[str, Any], *, loads_first: bool, names: bool = True, rank: int = 2) -> None:
+def use(state: Mapping[str, Any], *, loads_first: bool) -> None:
     """Load on rank 0 of a world, and take a step."""
-    stages = [PowerSGD(rank=rank, min_compression_rate=0) for _ in range(2)]
+    stages = [make() for _ in range(2)]
     if loads_first:
         stages[0].load_state_dict(state)
-    world = World(stages, SHAPES, names=names)
+    world = World(stages, SHAPES)
     if not loads_first:
         stages[0].load_state_dict(state)
     world.step(gradients(1, 2, SHAPES, torch.float32))
@@ -139,44 +126,32 @@ def use(state: Mapping[str, Any], *, loads_first: bool, names: bool = True, rank
 
 @pytest.mark.parametrize("loads_first", [False, True], ids=["into a registered stage", "before registering"])
 @pytest.mark.parametrize(
-    ("state", "use_options", "match"),
+    ("state", "match"),
     [
         pytest.param(
             lambda: saved(ranks=3),
-            {},
             r"saved by rank 0 of 3, but this is rank 0 of 2.*redistribute",
             id="another number of ranks",
         ),
         pytest.param(
             lambda: saved([*SHAPES, (9, 9)]),
-            {},
             r"parameters that the model does not have \(p4.*another model",
             id="a parameter too many",
         ),
         pytest.param(
             lambda: saved([*SHAPES[:3], (9, 9)]),
-            {},
             r"error feedback of p3 .*\(9, 9\).*\(8, 6\).*another model",
             id="a parameter of another shape",
         ),
-        pytest.param(
-            lambda: {**saved(), "factors": {"p0": torch.zeros(2, 7)}},
-            {},
-            r"factor of parameter p0 .*\(2, 7\).*have 6 elements.*another model",
-            id="factors of another length",
-        ),
-        pytest.param(lambda: {"step": 3}, {}, "not a state of PowerSGD", id="other keys"),
+        pytest.param(lambda: {"step": 3}, "not a state of PowerSGD", id="other keys"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(
-    state: Callable[[], Any], use_options: dict[str, Any], match: str, loads_first: bool
-) -> None:
+def test_a_state_that_does_not_fit_is_refused(state: Callable[[], Any], match: str, loads_first: bool) -> None:
     with pytest.raises(ConfigurationError, match=match):
-        use(state(), loads_first=loads_first, **use_options)
+        use(state(), loads_first=loads_first)
 
 
-@pytest.mark.parametrize("alternate", [False, True])
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize(("rank", "alternate"), [(1, False), (4, True)])
 def test_a_state_goes_on_with_another_rank(rank: int, alternate: bool) -> None:
     world = World([make(alternate=alternate) for _ in range(2)], SHAPES)
     run(world, 0, 3)

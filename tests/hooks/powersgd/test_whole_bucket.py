@@ -15,7 +15,7 @@ from .checks import check_step, gradients
 from .lockstep import World
 
 
-@pytest.mark.parametrize("numel", [*range(1, 11), 15, 16, 17, 500])
+@pytest.mark.parametrize("numel", [1, 2, 5, 16, 500])
 def test_a_bucket_is_sent_as_the_factors_of_the_smallest_square_that_holds_it(numel: int) -> None:
     world = World([overlap.batched_powerSGD_hook.stage(PowerSGDState(None, 2, 0))], [(numel,)])
     gradient = torch.randn(numel)

@@ -20,15 +20,11 @@ from overlap.hooks import GatherQuantized
 from .given import assert_equal_on_all_ranks, given, of_ranks, reduced
 
 SIZES = [1, 512, 2000]
-HOOKS = pytest.mark.parametrize(
-    ("hook", "chunk"),
-    [
-        (overlap.quantization_pertensor_hook, None),
-        (overlap.quantization_perchannel_hook, 512),
-        (GatherQuantized(100), 100),
-    ],
-    ids=["pertensor", "perchannel", "chunks of 100"],
-)
+HOOKS = [
+    (overlap.quantization_pertensor_hook, None),
+    (overlap.quantization_perchannel_hook, 512),
+    (GatherQuantized(100), 100),
+]
 
 
 def _as_torch_does(gradients: Sequence[torch.Tensor], chunk: int | None) -> torch.Tensor:
@@ -57,6 +53,11 @@ def _ways(hook: Any) -> list[Callable[[Any], Any]]:
     return ways
 
 
+def _all_equal_torchs(rank: int, world_size: int) -> None:
+    for hook, chunk in HOOKS:
+        _equals_torchs(rank, world_size, hook, chunk)
+
+
 def _equals_torchs(rank: int, world_size: int, hook: Any, chunk: int | None) -> None:
     gradients = of_ranks(world_size, SIZES)
     for way in _ways(hook):
@@ -75,9 +76,8 @@ def _equals_torchs(rank: int, world_size: int, hook: Any, chunk: int | None) -> 
         assert_equal_on_all_ranks(got)
 
 
-@HOOKS
-def test_means_equal_pytorchs_however_the_hook_is_registered(hook: Any, chunk: int | None) -> None:
-    run_ranks(_equals_torchs, 2, hook, chunk)
+def test_means_equal_pytorchs_however_the_hook_is_registered() -> None:
+    run_ranks(_all_equal_torchs, 2)
 
 
 def test_a_chunk_of_no_values_is_refused() -> None:
