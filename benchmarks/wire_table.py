@@ -112,33 +112,6 @@ def _reducer(rank: int, ranks: int, wire: Wire) -> Measured:
     return measured(run, _mean(ranks), all_reduce_bytes(ranks))
 
 
-@place("ZeRO, reduce")
-def _zero_reduce(rank: int, ranks: int, wire: Wire) -> Measured:
-    return _sharded(rank, ranks, reduce_wire=wire)
-
-
-@place("ZeRO, gather")
-def _zero_gather(rank: int, ranks: int, wire: Wire) -> Measured:
-    return _sharded(rank, ranks, gather_wire=wire)
-
-
-def _sharded(rank: int, ranks: int, **wires: Wire) -> Measured:
-    """The direction without a wire sends fp32, half of an all-reduce, which is not counted."""
-    ddp = DistributedDataParallel(Given())
-    zero = overlap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=1.0, overlap_with_ddp=True)
-    overlap.chain(overlap.ZeroStep(zero, **wires)).register(ddp)
-
-    def run() -> Tensor:
-        before = ddp.module.weight.detach().clone()
-        ddp(values_of(rank)).backward()
-        zero.step()
-        step: Tensor = before - ddp.module.weight.detach()
-        return step
-
-    both = measured(run, _mean(ranks), all_reduce_bytes(ranks) / 2)
-    return Measured(both.share - 1, both.error, both.are_equal)
-
-
 @place("local SGD")
 def _local_sgd(rank: int, ranks: int, wire: Wire) -> Measured:
     ddp = DistributedDataParallel(Given())

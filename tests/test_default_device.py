@@ -108,7 +108,7 @@ FORMS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "TopK": lambda: _replicated(Quantize(TopK(0.1), error_feedback=True)),
     "route": lambda: _replicated(route({"*.weight": PowerSGD(rank=1), "*": AllReduce()})),
     "ZeroStep in forward": lambda: _sharded(gather="forward"),
-    "ZeroStep with wires": lambda: _sharded(reduce_wire=Int8(), gather_wire=Int8(), error_feedback=True, deferred=True),
+    "ZeroStep, deferred": lambda: _sharded(deferred=True),
     "LocalSGD": lambda: _local,
 }
 

@@ -241,9 +241,6 @@ _row("torch-zero-adamw", torch_zero, optimizer="adamw")
 _row("torch-zero-interleaved-adamw", torch_zero_interleaved, optimizer="adamw", backends=("nccl",))
 _sharded_rows("overlap-zero-sgd", optimizer="sgd")
 _sharded_rows("overlap-zero-adamw", optimizer="adamw-fused")
-_sharded_rows(
-    "overlap-zero-adamw-int4-int8", optimizer="adamw-fused", reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True
-)
 
 
 # Two updates: Muon for matrices and AdamW for the rest --------------------------------------------------------------

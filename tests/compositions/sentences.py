@@ -200,6 +200,9 @@ SENTENCES: dict[str, Sentence] = {
     "clip the norm, sharded": Sentence(build=_sharded(lambda: ClipGradNorm(0.1)), by_hand=_clip, tolerance=SUMMED),
     "log, skip": Sentence(build=_with(AllReduce, _log, SkipNonFinite), by_hand=_nothing, skips=True),
     "log, skip, sharded": Sentence(build=_sharded(_log, SkipNonFinite), by_hand=_nothing, skips=True),
+    "skip, sharded, in the next forward": Sentence(
+        build=_sharded(SkipNonFinite, gather="forward"), by_hand=_nothing, skips=True
+    ),
     "routed to one": Sentence(build=_with(_routed(EXACT_ROUTES)), by_hand=_nothing),
     "two updates": Sentence(build=_muon(AllReduce), by_hand=_nothing, plain=_two),
     "two updates, clipped": Sentence(build=_muon(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip, plain=_two),
@@ -214,23 +217,15 @@ SENTENCES: dict[str, Sentence] = {
         build=_with(lambda: scale(2.0), lambda: Cast(torch.bfloat16), lambda: scale(0.5), lambda: centralize, _Noise)
     ),
     "routed to factors": Sentence(build=_with(_routed(ROUTES), lambda: ClipGradNorm(1.0))),
-    "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES), gather_wire=Int8())),
+    "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES))),
     "fp8, skip": Sentence(build=_with(lambda: Quantize(Float8()), SkipNonFinite), skips=True),
     "sparse, deferred": Sentence(build=_with(lambda: Quantize(TopK(0.1), error_feedback=True), deferred=True)),
-    "4 bits and back, sharded": Sentence(build=_sharded(reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True)),
-    "4 bits and back, skip": Sentence(
-        build=_sharded(SkipNonFinite, reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True), skips=True
-    ),
-    "8 bits back, skip, in the next forward": Sentence(
-        build=_sharded(SkipNonFinite, gather_wire=Int8(), gather="forward"), skips=True
-    ),
+    "4 bits, sharded, skip": Sentence(build=_sharded(_int4, SkipNonFinite), skips=True),
     "factors in 8 bits, clipped, two sharded updates": Sentence(
-        build=_sharded_muon(_factors, lambda: ClipGradNorm(1.0), gather_wire=Int8())
+        build=_sharded_muon(_factors, lambda: ClipGradNorm(1.0))
     ),
-    "4 bits and back, clipped, in the next forward": Sentence(
-        build=_sharded(
-            lambda: ClipGradNorm(1.0), reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True, gather="forward"
-        )
+    "4 bits, clipped, sharded, in the next forward": Sentence(
+        build=_sharded(_int4, lambda: ClipGradNorm(1.0), gather="forward")
     ),
     "factors in 8 bits, two updates": Sentence(
         build=_muon(lambda: PowerSGD(rank=1, min_compression_rate=1, wire=Int8()))

@@ -196,7 +196,6 @@ _PLAYED = (
     "sharded by parameter",
     "sharded, deferred",
     "sharded, in the next forward",
-    "sharded, wires, in the next forward",
     "log, skip",
     "clip the norm, sharded",
     "unused, sharded, in the next forward",

@@ -42,10 +42,10 @@ MACHINES, RANKS = 4, 8
 PAGE = Path(__file__).parents[2] / "docs" / "wires.md"
 
 
-def _zero(partition: str, **wires: Any) -> Callable[[Any], Any]:
+def _zero(partition: str) -> Callable[[Any], Any]:
     def update(ddp: DistributedDataParallel) -> Any:
         options = {"overlap_with_ddp": True, "partition": partition}
-        return ZeroStep(ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, **options), **wires)
+        return ZeroStep(ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, **options))
 
     return update
 
@@ -61,8 +61,6 @@ CHAINS: dict[str, Callable[[Any], Any]] = {
     "PowerSGD(rank=4, wire=Int8())": lambda ddp: PowerSGD(rank=4, wire=Int8()),
     'ZeroStep, partition="element"': _zero("element"),
     'ZeroStep, partition="parameter"': _zero("parameter"),
-    'ZeroStep, partition="element", both wires Int8()': _zero("element", reduce_wire=Int8(), gather_wire=Int8()),
-    'ZeroStep, partition="parameter", both wires Int8()': _zero("parameter", reduce_wire=Int8(), gather_wire=Int8()),
 }
 
 

@@ -28,7 +28,6 @@ from overlap import (
     ClipGradNorm,
     ConfigurationError,
     Int4,
-    Int8,
     OverlappedOptimizer,
     PeerError,
     Quantize,
@@ -172,7 +171,6 @@ def _replicated(ddp: Any, *before: Stage, **options: Any) -> tuple[Any, list[Sta
 
 CHAINS: dict[str, Callable[..., tuple[Any, list[Stage]]]] = {
     "4 bits, feedback": lambda ddp, **o: _replicated(ddp, Quantize(Int4(), error_feedback=True), **o),
-    "wires": lambda ddp, **o: _sharded(ddp, reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True, **o),
     "clipped, skipping": lambda ddp, **o: _sharded(ddp, ClipGradNorm(0.05), SkipNonFinite(), **o),
 }
 

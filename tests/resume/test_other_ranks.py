@@ -25,7 +25,6 @@ from overlap import (
     Cast,
     ConfigurationError,
     Int4,
-    Int8,
     LocalSGD,
     OverlappedOptimizer,
     PowerSGD,
@@ -83,10 +82,8 @@ EXACT: dict[str, Callable[[Any], ZeroRedundancyOptimizer]] = {
     "whole parameters": functools.partial(_zero, partition="parameter"),
 }
 """The step after a resume is plain DDP's with the plain optimizer, bit for bit."""
-WIRES = {"reduce_wire": Int8(), "gather_wire": Int8(), "error_feedback": True}
 FORMS: dict[str, Callable[[Any], Any]] = {
     **EXACT,
-    "wires": functools.partial(_zero, **WIRES),
     "PowerSGD": functools.partial(_step, reducer=_powersgd),
     "Quantize": functools.partial(_step, reducer=lambda: Cast(torch.bfloat16, _feedback())),
     "route": lambda ddp: _zero(ddp, _routed(), gather="forward"),

@@ -14,7 +14,6 @@ from overlap import (
     AllReduce,
     ClipGradNorm,
     Int4,
-    Int8,
     LocalSGD,
     Log,
     OverlappedOptimizer,
@@ -137,7 +136,6 @@ def _failing() -> Callable[[Any], None]:
 
 # Once, before the first average.
 _FIRST_ROUND = ("overlap/optim/local_sgd/averager.py:check_common",)
-_WIRES: dict[str, Any] = {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True}
 _VIEWS = {"gradient_as_bucket_view": True}
 _UNUSED: dict[str, Any] = {"model": Unused, "ddp": {"find_unused_parameters": True}}
 
@@ -159,7 +157,6 @@ SCENARIOS: dict[str, Scenario] = {
     "sharded, deferred": Scenario(build=zero(deferred=True), plain=adamw),
     "sharded, in the next forward": Scenario(build=zero(gather="forward"), plain=adamw),
     "sharded, deferred, in the next forward": Scenario(build=zero(gather="forward", deferred=True), plain=adamw),
-    "sharded, wires, in the next forward": Scenario(build=zero(gather="forward", **_WIRES)),
     # Transforms, and verdicts that the host does not read.
     "log, skip": Scenario(build=step(AllReduce, lambda: Log(lambda step, norms: None), SkipNonFinite), plain=adamw),
     "clip the norm, sharded": Scenario(build=zero(lambda: ClipGradNorm(0.1), gather="forward"), as_on_host=False),

@@ -29,9 +29,8 @@ class SkipNonFinite(WholePassTransform):
     On the CPU the update is not made, and step hooks of ``Step``'s optimizer do not run (those of a
     ``ZeroRedundancyOptimizer`` do). On an accelerator the host does not wait for the answer: the optimizer gets
     ``found_inf``, as from ``GradScaler``, which needs ``fused=True`` (and SGD without momentum); step hooks run in any
-    case, and a ``gather_wire`` sends the rounding errors of earlier steps. Other transforms, also those after the
-    update, run in every pass. Error feedback of wires does not change; ``PowerSGD`` keeps the residuals of matrices
-    that are not finite, but counts the others as delivered.
+    case. Other transforms, also those after the update, run in every pass. Error feedback of wires does not change;
+    ``PowerSGD`` keeps the residuals of matrices that are not finite, but counts the others as delivered.
 
     Communication: one all-reduce of a number per backward. Changes: nothing.
 

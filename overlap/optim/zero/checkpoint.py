@@ -365,12 +365,8 @@ class ShardedState:
             index, shard = owned[id(chunk)]
             values = state.get(index, {})
             master = values.pop(_MASTER, None)
-            if master is not None and master.dtype == shard.parameter.dtype:
-                # Of a run with a wire, whose true weights the parameters need not equal.
-                shard.keep_true()
             if shard.has_master:
                 chunk.copy_(shard.shaped(shard.views[shard.rank]) if master is None else master.view_as(chunk))
-            shard.note_written()
             if values or (index in state and master is None):
                 packed["state"][place] = values
         for group, values in zip(packed["param_groups"], manifest["options"], strict=True):

@@ -370,8 +370,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     @torch.no_grad()
     def update(self, pairs: Sequence[tuple[Shard, Tensor]], verdict: Verdict, **arguments: Any) -> None:
-        """Step this rank's part of each shard with its flat gradient, and write the parameters, unless a gather of
-        differences is going to. Where ``verdict`` is left to the device, it changes nothing there.
+        """Step this rank's part of each shard with its flat gradient, and write the parameters; where ``verdict`` is
+        left to the device, it changes nothing there.
 
         Raises:
             UnsupportedError: by element, new state belongs neither to elements nor to the parameter.
@@ -385,7 +385,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         for shard, _ in pairs:
             if shard.has_master:
                 masters.append(shard)
-        if masters and not (self.updates and self.updates[0].gathers_differences):
+        if masters:
             publish(masters)
 
     def _step_part(self, pairs: Sequence[tuple[Shard, Tensor]], arguments: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ between backward and ``step()`` a version changes only where the training loop w
 A bucket of 25 MB takes a fifth of a second on a link of 1 Gbit/s, for which a forward would wait for its first layer.
 So a gather during the next forward is cut between parameters, the bucket's last ones first, which the forward needs
 first, into parts that are large next to the cost of a message. Whole parameters are not parted, since one rank would
-send each part and the links of the others rest; nor is a message of a wire, whose blocks cross parameters. Parts depend
-on the sizes of the parameters alone, so they are the same on every rank.
+send each part and the links of the others rest. Parts depend on the sizes of the parameters alone, so they are the same
+on every rank.
 
 [Note: reduced in turn]
 
@@ -68,8 +68,8 @@ class Shard:
     """One parameter, flat in the order of its memory, and the part of it that this rank's optimizer steps.
 
     ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a wider
-    ``master_dtype``, or after :meth:`keep_true`, it is a copy, which :func:`publish` rounds into the parameter. It is
-    ``None`` if the optimizer sees whole tensors and another rank owns this one.
+    ``master_dtype`` it is a copy, which :func:`publish` rounds into the parameter. It is ``None`` if the optimizer sees
+    whole tensors and another rank owns this one.
     """
 
     def __init__(
@@ -102,8 +102,6 @@ class Shard:
         self.has_master = is_narrower(parameter, master_dtype)
         self.dtype = master_dtype if self.has_master and master_dtype is not None else parameter.dtype
         """The dtype in which the optimizer steps."""
-        self.published: Tensor | None = None
-        """With :meth:`keep_true`: this rank's part as the last gather wrote it."""
         self.own: Tensor | None = None
         if not is_whole or rank == max(range(len(ranges)), key=lambda other: ranges[other][1] - ranges[other][0]):
             # A tensor of its own, since the optimizer may ask whether it requires a gradient, and gathers write views.
@@ -161,31 +159,9 @@ class Shard:
             return
         # Take over elements that other code has changed. By value, since not every edit raises a version; an element
         # that the master still rounds to was not changed, and the master is more exact.
-        before = self.own.to(self.parameter.dtype) if self.published is None else self.published
-        view = self.shaped(self.views[self.rank])
+        before, view = self.own.to(self.parameter.dtype), self.shaped(self.views[self.rank])
         if has_streams(view.device) or not torch.equal(view, before):
-            # By `.data`, since a copy made by keep_true() counts versions with the parameter, which backward may need.
-            self.own.data.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
-            self.note_written()
-
-    @torch.no_grad()
-    def keep_true(self) -> None:
-        """From now on let the optimizer step a copy that the parameter need not equal, and keep a second one of the
-        parameter's values, so that a change by other code is seen."""
-        if self.own is None or self.published is not None:
-            return
-        if self.has_master:
-            self.refresh()
-        else:
-            self.own.data = self.own.detach().clone()
-            self.has_master = True
-        self.published = self.shaped(self.views[self.rank]).clone()
-
-    def write_difference(self, out: Tensor) -> None:
-        """Write the difference of master and parameter to ``out``, flat and in fp32."""
-        assert self.own is not None, "asked of a part that this rank owns"
-        wide = torch.promote_types(self.own.dtype, torch.float32)
-        self.shaped(out).copy_(self.own.to(wide) - self.shaped(self.views[self.rank]))
+            self.own.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
 
     def follow(self) -> None:
         """Cut the parameter again, in the memory where it is now; a master and the state stay as they are."""
@@ -197,11 +173,6 @@ class Shard:
             self.own.data = self.shaped(self.views[self.rank])
         self.strides = self.parameter.stride()
         self.pointer = self.parameter.data_ptr()
-
-    def note_written(self) -> None:
-        """The parameter's memory was written, and that is no change by other code."""
-        if self.published is not None:
-            self.published.copy_(self.shaped(self.views[self.rank]))
 
 
 class BucketShards:
@@ -357,12 +328,6 @@ class BucketShards:
             )
             for some in places
         ]
-
-    def note_written(self) -> None:
-        """The gather has written the other ranks' parts."""
-        for shard in self._shards:
-            if shard.published is not None:
-                shard.note_written()
 
 
 def _rows(of: slice, row_numel: int) -> list[slice]:

@@ -9,9 +9,8 @@ of a non-finite gradient elsewhere marks one element of a part that it does not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,6 @@ from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.hooks.stage import UpdateStage
-from overlap.hooks.wires import Wire, redistribute
-from overlap.hooks.wires.feedback import StageMemory
 from overlap.join.participation import active_join
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout, Update
@@ -153,25 +150,16 @@ class ZeroStep(Update[ShardedLayout]):
             ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
             call ``zero.wait()`` before you read one that you hold yourself.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
-        reduce_wire: sends gradients to their owners in fewer bytes, such as ``Int4()``; the stage must then be the
-            reducer of its chain. See [Note: wires of a sharded update].
-        gather_wire: sends new parameters in fewer bytes, as differences from the parameters that all ranks have.
-        error_feedback: add the rounding errors of ``reduce_wire`` to the next step's gradients. A pass with a mean
-            that is not finite, or that fails, changes them on no rank.
         release_gradients: free a bucket's memory as soon as it is updated and gathered. ``.grad`` cannot be read after
             backward. Needs ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
     Communication: per bucket one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one
         all-reduce of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all
-        ranks know of a gradient that is not finite. With ``error_feedback`` one all-reduce of a number per bucket. A
-        wire sends one message to each other rank, of ``wire.codec(n).message_bytes`` bytes for the ``n`` elements of
-        the longest part of the bucket; by parameter, of the part of its receiver (in a reduction) or its sender (in a
-        gather).
+        ranks know of a gradient that is not finite.
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
             model does not have.
-        UnsupportedError: (at registration) a parameter that would travel through a wire is complex.
         TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
 
     >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
@@ -191,9 +179,6 @@ class ZeroStep(Update[ShardedLayout]):
         deferred: bool | None = None,
         gather: str = "backward",
         automatic: bool = False,
-        reduce_wire: Wire | None = None,
-        gather_wire: Wire | None = None,
-        error_feedback: bool = False,
         release_gradients: bool = False,
     ) -> None:
         zero = unwrapped(zero)
@@ -219,18 +204,8 @@ class ZeroStep(Update[ShardedLayout]):
             release_gradients=release_gradients,
         )
         self.zero = zero
-        self.reduce_wire, self.gather_wire, self.error_feedback = reduce_wire, gather_wire, error_feedback
-        _check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
-        self.gathers_differences = gather_wire is not None and zero.world_size > 1
-        """Whether the gather writes the parameters on the ranks that own them, too."""
-        wires = [wire for wire in (reduce_wire, gather_wire) if wire is not None]
-        self.memory = StageMemory(self, error_feedback=error_feedback, wires=wires) if wires else None
-        """The errors and random numbers of the wires; ``None`` where there are none."""
         self.exchange = zero.exchange
         """How ranks exchange gradients and parameters."""
-        if self.memory is not None:
-            gathers = gather_wire if self.gathers_differences else None
-            self.exchange = replace(zero.exchange, reduce_wire=reduce_wire, gather_wire=gathers, memory=self.memory)
         self._gathers_in_forward = gather == "forward"
         self._prefetch = ParameterPrefetch()
         self.has_whole_mean = False
@@ -300,7 +275,7 @@ class ZeroStep(Update[ShardedLayout]):
         if layout.shards is None:
             return
         self.lifecycle.gradients.note_applied(layout.parameters)
-        # There is nothing new after a step that was left out; through a wire, rounding of earlier ones would go.
+        # There is nothing new after a step that was left out.
         if self.lifecycle.verdict.found_inf is not None and self.lifecycle.verdict.skips(self.stepped):
             return
         torch.autograd.graph.increment_version(layout.parameters)  # See [Note: versions of sharded parameters].
@@ -329,13 +304,8 @@ class ZeroStep(Update[ShardedLayout]):
         self._largest.clear()
         self._found_inf = None
         self.zero.begin()
-        if self.memory is not None:
-            self.memory.begin()
-            self._prepare_wires()
 
     def after_backward(self, *, failed: bool) -> str | None:
-        if self.memory is not None:
-            self.memory.settle(failed=failed)
         if self.releases_gradients or failed:
             self.exchange.workspace.trim()  # For the forward, as the buckets.
         return super().after_backward(failed=failed)
@@ -369,7 +339,7 @@ class ZeroStep(Update[ShardedLayout]):
         """Outside of a backward: bring each rank's part to all ranks, in the next forward if that was asked for."""
         assert self.context is not None, "gathers run while the stage is attached"
         gathers = self._gathers[::-1]  # The last bucket has the first layers, which the next forward needs first.
-        if self._gathers_in_forward and not self.gathers_differences:
+        if self._gathers_in_forward:
             gathers = [replace(gather, shards=part) for gather in gathers for part in gather.shards.parts]
         prefetch = self._prefetch if self._gathers_in_forward else ParameterPrefetch()
         prefetch.begin(self.context, gathers, self.exchange)
@@ -397,17 +367,7 @@ class ZeroStep(Update[ShardedLayout]):
         return True
 
     def reducer_for(self, updates: Sequence[UpdateStage]) -> ReduceScatter:
-        """Raises: UnsupportedError: there are several ``updates``, and one sends gradients through a wire."""
-        sharded = [update for update in updates if isinstance(update, ZeroStep)]
-        through_wires = [update for update in sharded if update.reduce_wire is not None]
-        if through_wires and len(sharded) > 1:
-            raise UnsupportedError(
-                f"{through_wires[0]!r} has its own way to send gradients, but several sharded updates share one "
-                "reduction: leave its reduce_wire out, or use one ZeroRedundancyOptimizer"
-            )
-        made = ReduceScatter(*(update.zero for update in sharded))
-        made.exchange = sharded[0].exchange
-        return made
+        return ReduceScatter(*(update.zero for update in updates if isinstance(update, ZeroStep)))
 
     def passed(self, bucket: Bucket) -> Bucket:
         return bucket if bucket.is_mean else reduced(bucket, self.layout_of(bucket).shards)
@@ -421,12 +381,6 @@ class ZeroStep(Update[ShardedLayout]):
         self._follows_its_reducer = any(
             isinstance(stage, ReduceScatter) and self.zero in stage.zeros for stage in stages
         )
-        for reducer in stages if self.reduce_wire is not None else ():
-            if reducer.role is Role.REDUCER and getattr(reducer, "exchange", None) is not self.exchange:
-                raise ConfigurationError(
-                    f"{self!r} reduces by itself, so that {self.reduce_wire!r} can carry gradients to their owners, "
-                    f"but {reducer!r} before it has reduced them: leave that out, or use ZeroStep without reduce_wire"
-                )
         in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.form.outcome is Phase.REDUCED]
         self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
@@ -438,24 +392,16 @@ class ZeroStep(Update[ShardedLayout]):
         shards = zero.shards.values()
         if context.names is not None:
             check_covered([shard.parameter for shard in shards], [shard.name for shard in shards], context.names)
-        if self.error_feedback and context.names is None:
-            raise ConfigurationError(
-                f"{self!r} keeps errors by the parameters' names, which are not known to a hook registered with "
-                "ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
-            )
         zero.sharded_state().follow_strides()
         super().attach(context)
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
-        try:
-            if self.memory is not None:
-                self.memory.attach(context)
-                self._prepare_wires()
-            if self._gathers_in_forward:
+        if self._gathers_in_forward:
+            try:
                 self._prefetch.attach(context)
-        except BaseException:
-            self.detach()
-            raise
+            except BaseException:
+                self.detach()
+                raise
         zero.updates.append(self)
 
     def check_added(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -463,71 +409,21 @@ class ZeroStep(Update[ShardedLayout]):
         if self.context is not None and self.context.names is not None:
             check_covered(parameters, names, self.context.names)
 
-    def _prepare_wires(self) -> None:
-        """Prepare the parameters that travel through wires. Raises: UnsupportedError: one is complex."""
-        trained = None if self.context is None else self.context.names
-        for shard in self.zero.shards.values():
-            if trained is not None and shard.parameter not in trained:
-                continue
-            if shard.parameter.is_complex():
-                raise UnsupportedError(
-                    f"{shard.name} is {shard.parameter.dtype}, and wires take real numbers: leave reduce_wire and "
-                    "gather_wire out, or give complex parameters to an optimizer of their own"
-                )
-            if self.gathers_differences:
-                shard.keep_true()
-
     def detach(self) -> None:
         super().detach()
-        if self.memory is not None:
-            self.memory.detach()
         if self in self.zero.updates:
             self.zero.updates.remove(self)
         self._prefetch.detach()
 
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`StageMemory.state_dict`, of the wires; empty without any."""
-        self.wait()
-        return {} if self.memory is None else self.memory.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the :meth:`state_dict` of this rank, before or after registering. Raises: ConfigurationError: it does
-        not fit; for another number of ranks, see :meth:`redistribute`."""
-        if self.memory is None:
-            super().load_state_dict(state_dict)
-        else:
-            self.memory.load_state_dict(state_dict)
-
-    redistribute = staticmethod(redistribute)
-
     def __repr__(self) -> str:
-        options = {
-            "reduce_wire": self.reduce_wire,
-            "gather_wire": self.gather_wire,
-            "error_feedback": self.error_feedback,
-            "release_gradients": self.releases_gradients,
-        }
         parts = [
             self.optimizer_name,
             "deferred" if self.form.is_deferred else "interleaved",
             self._gathers_in_forward and "gather in forward",
             self.form.is_automatic and "automatic",
-            *(value and f"{key}={value!r}" for key, value in options.items()),
+            self.releases_gradients and "release_gradients=True",
         ]
         return f"ZeroStep({', '.join(part for part in parts if part)})"
-
-
-def _check_wires(reduce_wire: Wire | None, gather_wire: Wire | None, *, error_feedback: bool) -> None:
-    """Raises: ConfigurationError: one of these is not what it should be."""
-    for name, wire in (("reduce_wire", reduce_wire), ("gather_wire", gather_wire)):
-        if wire is not None and not isinstance(wire, Wire):
-            raise ConfigurationError(f"{name} is a Wire such as Int8(), or None, got {described(wire)}")
-    check_flag("error_feedback", error_feedback)
-    if error_feedback and reduce_wire is None:
-        raise ConfigurationError(
-            "error_feedback=True keeps what reduce_wire leaves out of gradients, and reduce_wire is None: give one, as "
-            "reduce_wire=Int4(), or leave error_feedback out; gather_wire needs none"
-        )
 
 
 def check_covered(parameters: Sequence[Tensor], names: Sequence[str], model: Collection[Tensor]) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import Int8, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.errors import UnsupportedError
 from overlap.optim.zero import shards
 from overlap.optim.zero.shards import parts_by_need
@@ -266,10 +266,10 @@ def _zero(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimiz
     return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True, **options)
 
 
-def _launched(rank: int, world_size: int, options: dict[str, Any], stage: dict[str, Any]) -> list[Any]:
+def _launched(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
     ddp = DistributedDataParallel(_model())
     zero = _zero(ddp, **options)
-    registration = chain(ZeroStep(zero, gather="forward", **stage)).register(ddp)
+    registration = chain(ZeroStep(zero, gather="forward")).register(ddp)
     launches = _Launches()
     for step in range(3):
         zero.wait()
@@ -283,7 +283,7 @@ def _launched(rank: int, world_size: int, options: dict[str, Any], stage: dict[s
 
 def test_every_rank_gathers_the_parts_of_a_bucket_after_its_reduction() -> None:
     world_size = 3
-    noted = run_ranks(_launched, world_size, {}, {})
+    noted = run_ranks(_launched, world_size, {})
     first, *others = ([(label, index) for label, index, _ in rank] for rank in noted)
     assert first == [("reduce_scatter", 0)] + [("all_gather", 0)] * LAYERS
     assert all(other == first for other in others)
@@ -292,9 +292,9 @@ def test_every_rank_gathers_the_parts_of_a_bucket_after_its_reduction() -> None:
     assert gathered == LAYERS * LAYER_BYTES * (world_size - 1)
 
 
-def test_whole_parameters_and_wires_are_gathered_by_bucket() -> None:
-    def both(rank: int, world_size: int) -> None:
-        assert len(_launched(rank, world_size, {"partition": "parameter"}, {})) == 2
-        assert len(_launched(rank, world_size, {}, {"gather_wire": Int8()})) == 2
+def _whole(rank: int, world_size: int) -> None:
+    assert len(_launched(rank, world_size, {"partition": "parameter"})) == 2
 
-    run_ranks(both, 2)
+
+def test_whole_parameters_are_gathered_by_bucket() -> None:
+    run_ranks(_whole, 2)
