@@ -230,11 +230,9 @@ ROUNDED_BY_BUCKET = (
     "fp8, skip",
     "routed to factors, then sharded",
     "sparse, deferred",
-    "4 bits and back, sharded",
-    "4 bits and back, skip",
-    "8 bits back, skip, in the next forward",
+    "4 bits, sharded, skip",
     "factors in 8 bits, clipped, two sharded updates",
-    "4 bits and back, clipped, in the next forward",
+    "4 bits, clipped, sharded, in the next forward",
     "factors in 8 bits, two updates",
 )
 # DDP keeps the buckets that it begins with.

@@ -188,7 +188,7 @@ STILL_NEEDED_DATA = limit(
 RESTRIDED = [
     *refused([*INTERLEAVED, "deferred", "automatic", "local"], "2.weight has strides (72, 1, 24, 8), but had"),
     *refused(["hook"], "a parameter of shape (8, 8, 3, 3) has strides (72, 1, 24, 8), but had"),
-    *refused(STAGED, "parameter 0 of group 0 has strides (27, 1, 9, 3), but had"),
+    *refused([*STAGED, "zero alone"], "parameter 0 of group 0 has strides (27, 1, 9, 3), but had"),
 ]
 SPARSE = [
     *refused([form for form in ALL if form != "zero alone"], "this gradient is sparse, and stages work on dense ones"),

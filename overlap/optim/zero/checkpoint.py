@@ -168,11 +168,6 @@ class ShardedState:
 
     def check_pieces(self, pieces: Pieces) -> None:
         """Raises: ConfigurationError: ``pieces`` lack elements of this rank."""
-        if _MANIFEST not in pieces:
-            raise ConfigurationError(
-                "the state of a ZeroRedundancyOptimizer was saved by an earlier version of overlap: load it there, and "
-                "save zero.sharded_state_dict(), which every version loads"
-            )
         manifest = pieces[_MANIFEST]
         self._check_sizes(manifest)
         for index, shard in enumerate(self.shards) if "ranges" in manifest else ():
@@ -255,16 +250,6 @@ class ShardedState:
             check_divisible(self.optimizer, shard, state, parameter.shape)
             pieces |= _named(index, state, parameter.shape, (0, parameter.numel()), parameter.stride())
         self._load(pieces, manifest)
-
-    def follow_strides(self) -> None:
-        """Bring the state and masters of parameters whose memory format was changed into the new order of elements.
-
-        Communication: nothing if no strides have changed; else as :meth:`consolidate`.
-        """
-        if any(shard.parameter.stride() != shard.strides for shard in self.shards):
-            whole = self.consolidate(None, self.pieces())
-            assert whole is not None, "consolidated on all ranks"
-            self.load_whole(packed(whole, self.param_groups), dtypes=[shard.dtype for shard in self.shards])
 
     # Pieces.
 
@@ -352,13 +337,12 @@ class ShardedState:
         for index, values in state.items():
             shard = self.shards[index]
             check_divisible(self.optimizer, shard, values, (shard.range[1] - shard.range[0],))
-        # Earlier versions have saved neither dtypes nor what belongs to no parameter.
-        dtypes = manifest.get("dtypes") or [None] * len(self.shards)
+        dtypes = manifest["dtypes"] or [None] * len(self.shards)
         for shard in self.shards:
             shard.follow()
         packed = self.optimizer.state_dict()
-        packed.update(cloned(manifest.get("entries", {})))
-        packed["state"] = cloned(manifest.get("state", {}))
+        packed.update(cloned(manifest["entries"]))
+        packed["state"] = cloned(manifest["state"])
         owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
         chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
         for place, chunk in enumerate(chunks):

@@ -460,8 +460,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
         stage = self._stage
-        if stage is None:
-            self.sharded_state().follow_strides()
         self.begin()  # Parameters may have been moved since backward.
         if stage is None and self.is_joining and active_join(self.process_group) is None:
             return _lent_gradients(self)
@@ -633,7 +631,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
         with Agreement(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as agreement:
-            state = self._settled_state()
+            state = self.sharded_state()
             pieces = state.pieces()
             agreement.agree()
             whole = state.consolidate(to, pieces)
@@ -681,7 +679,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """This rank's part, for ``torch.distributed.checkpoint.save``; any number of ranks can :meth:`load_sharded`
         it."""
         with Agreement(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as agreement:
-            saved = self._settled_state().to_save()
+            saved = self.sharded_state().to_save()
             agreement.agree()
             return saved
 
@@ -713,13 +711,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """This rank's part of the state. Raises: ConfigurationError: the groups have other parameters."""
         self._check_groups()
         return ShardedState(self.optim, self.param_groups, list(self.shards.values()), self.process_group)
-
-    def _settled_state(self) -> ShardedState:
-        """This rank's part of the state in the order of the parameters' memory, after all gathers have ended."""
-        self.wait()
-        state = self.sharded_state()
-        state.follow_strides()
-        return state
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError("a ZeroRedundancyOptimizer belongs to its process group; save its state instead")

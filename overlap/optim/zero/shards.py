@@ -146,8 +146,9 @@ class Shard:
         if self.parameter.stride() != self.strides:
             raise TrainingLoopError(
                 f"{self.name} has strides {self.parameter.stride()}, but had {self.strides}: after "
-                "model.to(memory_format=...) remove() the registration, build DistributedDataParallel anew and "
-                "register again, which brings the optimizer's state into the new order"
+                "model.to(memory_format=...) remove() the registration, bring the state into the new order by "
+                "zero.consolidate_state_dict(to=None); zero.load_state_dict(zero.state_dict()), build "
+                "DistributedDataParallel anew and register again"
             )
         if self.parameter.data_ptr() != self.pointer:
             self.follow()

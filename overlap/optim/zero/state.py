@@ -17,7 +17,7 @@ ranks.
 A loop that edits moments of a parameter must get the result of plain DDP, or an error. By parameter the owner has the
 whole tensors, and the other ranks nothing to edit. By element a rank has a flat part, on which ``moment[row] = 0``, a
 mask or a norm would mean something else. So parts are shown as :class:`PartOfState`, which takes operators that treat
-each element alike, with numbers, and refuses the rest.
+each element alike, with numbers, and refuses the rest; and no other tensor is set in place of one.
 """
 
 from __future__ import annotations
@@ -86,9 +86,6 @@ class PartOfState(Tensor):
         UnsupportedError: an operator does not treat each element by itself, or takes another tensor.
     """
 
-    extent: tuple[Any, ...] = ()
-    """Where it lies in its parameter."""
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         name = getattr(func.__self__ if func.__name__ == "__get__" else func, "__name__", "")
@@ -98,10 +95,7 @@ class PartOfState(Tensor):
                 f"{name}() of a value in zero.state would not be that of plain DDP: this rank has a flat part of it, "
                 f"which takes operators that treat each element alike, with numbers; {_REMEDY}"
             )
-        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if isinstance(result, PartOfState):
-            vars(result).update({key: value for one in args[:1] for key, value in getattr(one, "__dict__", {}).items()})
-        return result
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
@@ -116,30 +110,15 @@ class _StateOfPart(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         value, own = self._inner[key], self._shard.own
         assert own is not None, "each rank has a chunk of a parameter that is cut"
-        if not is_per_element(value, own.shape):
-            return value
-        part = value.as_subclass(PartOfState)
-        part.extent = self._extent
-        return part
-
-    @property
-    def _extent(self) -> tuple[Any, ...]:
-        """Where the part lies in its parameter."""
-        parameter = self._shard.parameter
-        return self._shard.range, tuple(parameter.shape), parameter.stride()
+        return value.as_subclass(PartOfState) if is_per_element(value, own.shape) else value
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(value, PartOfState):
-            if value.extent != self._extent:
-                raise ConfigurationError(
-                    f"zero.state of {self._shard.name} is set with {key!r} of another parameter, of which this rank "
-                    f"may have other elements; {_REMEDY}"
-                )
-            value = value.as_subclass(Tensor)
-        elif isinstance(value, Tensor) and value.dim():
+        if isinstance(value, Tensor) and value.dim():
+            shape = tuple(value.as_subclass(Tensor).shape)
             raise ConfigurationError(
-                f"zero.state of {self._shard.name} is set with {key!r} of shape {tuple(value.shape)}, and each rank "
-                f"has its flat part of the parameter's state: set {{}} to reset the state; or {_REMEDY}"
+                f"zero.state of {self._shard.name} is set with {key!r} of shape {shape}, and each rank "
+                "has its flat part of the parameter's state: change the part in place, as by .mul_(0.5) or .zero_(); "
+                f"or set {{}} to reset the state; or {_REMEDY}"
             )
         self._before_change()
         self._inner[key] = value
@@ -156,13 +135,6 @@ class _StateOfPart(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return repr(self._inner)
-
-
-class _StateElsewhere(dict[Any, Any]):
-    """The state of a parameter that another rank has; what is set in it is set there."""
-
-    def __missing__(self, key: Any) -> Any:
-        raise KeyError(f"{key!r}: another rank has the state of this parameter; look `if param in zero.state`")
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -203,9 +175,8 @@ class StateView(MutableMapping[Any, Any]):
         return self._inner_key(key) in self._inner
 
     def __getitem__(self, key: Any) -> Any:
-        inner_key = self._inner_key(key)
-        if inner_key is None:
-            return _StateElsewhere()
+        if (inner_key := self._inner_key(key)) is None:
+            raise KeyError("another rank has the state of this parameter; look `if param in zero.state`")
         if inner_key not in self._inner:
             self[key] = {}
         self._before_read()

@@ -9,19 +9,22 @@ of a non-finite gradient elsewhere marks one element of a part that it does not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_flag, described, is_one_of, told
+from overlap._checks import check_ddp, check_flag, described, is_one_of, told
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import LargestElements
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, all_reduce, chain, whole_pass
+from overlap.hooks.adapters import CommHook, as_stage
 from overlap.hooks.stage import UpdateStage
 from overlap.join.participation import active_join
 from overlap.optim.lifecycle import Form, Phase
@@ -31,7 +34,7 @@ from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.prefetch import ParameterPrefetch
 from overlap.optim.zero.shards import BucketShards, in_elements, reduced
 
-__all__ = ["ReduceScatter", "ZeroStep"]
+__all__ = ["ReduceScatter", "ZeroStep", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
 
 class ReduceScatter(Stage):
@@ -392,7 +395,6 @@ class ZeroStep(Update[ShardedLayout]):
         shards = zero.shards.values()
         if context.names is not None:
             check_covered([shard.parameter for shard in shards], [shard.name for shard in shards], context.names)
-        zero.sharded_state().follow_strides()
         super().attach(context)
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
@@ -444,3 +446,60 @@ def _check_same_group(model: dist.ProcessGroup, zero: dist.ProcessGroup) -> None
             f"the model is on ranks {theirs}, but the ZeroRedundancyOptimizer on ranks {ours}: give both the same "
             "process_group"
         )
+
+
+# Under the names of PyTorch.
+
+
+def hook_with_zero_step(
+    hook: Stage | CommHook | Callable[..., Any],
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> StageHook:
+    """``chain(hook, ZeroStep(zero, deferred=True, automatic=True))`` for ``ddp.register_comm_hook(hook_state, ...)``,
+    whose ``hook_state`` becomes the state of ``hook``, a communication hook or a reducer.
+
+    The loop calls no ``zero.step()`` (a call does nothing) and calls ``zero_grad()`` as usual. ``shard_buckets`` is
+    accepted for compatibility; every bucket is divided among the ranks.
+
+    Raises:
+        ConfigurationError: ``zero`` was not made with ``overlap_with_ddp=True``, or has others than ``ddp``.
+
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+    >>> loss_fn(ddp(x), y).backward()
+    """
+    return _hook(hook, ddp, zero, deferred=True, name="hook_with_zero_step")
+
+
+def hook_with_zero_step_interleaved(
+    hook: Stage | CommHook | Callable[..., Any],
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> StageHook:
+    """As :func:`hook_with_zero_step`, with each bucket updated and gathered as soon as it is reduced.
+
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
+    >>> loss_fn(ddp(x), y).backward()
+    """
+    return _hook(hook, ddp, zero, deferred=False, name="hook_with_zero_step_interleaved")
+
+
+def _hook(hook: Any, ddp: Any, zero: ZeroRedundancyOptimizer, *, deferred: bool, name: str) -> StageHook:
+    ddp = check_ddp(ddp)
+    update = ZeroStep(zero, deferred=deferred, automatic=True)
+    if not zero.overlap_with_ddp:
+        raise ConfigurationError(
+            f"{name} updates in backward: make the ZeroRedundancyOptimizer with overlap_with_ddp=True"
+        )
+    shards = zero.shards.values()
+    check_covered([shard.parameter for shard in shards], [shard.name for shard in shards], set(ddp.parameters()))
+
+    def build(hook_state: Any) -> Chain:
+        return chain(as_stage(hook, hook_state), update)
+
+    group = ddp.process_group
+    return StageHook(build, f"{name}({getattr(hook, '__name__', repr(hook))})", group_of=lambda hook_state: group)
