@@ -315,7 +315,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             raise ConfigurationError(
                 f"the parameters are on several devices, {sorted(devices)}; ZeRO needs all on one device"
             )
-        check_same_on_all_ranks(groups, names, self.process_group, (self.partition, str(self._master_dtype)))
+        check_same_on_all_ranks(
+            groups, names, self.process_group, f"partition={self.partition!r}, master_dtype={self._master_dtype}"
+        )
         extents = []
         for place, p in parameters:
             pool = p.requires_grad if self._division.is_whole else (place, p.dtype, p.requires_grad)
@@ -418,18 +420,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     # A step of the loop.
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Finish the step: make the update that a stage has not made in backward, and gather the parameters.
-
-        Args:
-            closure: evaluates the model and runs backward; its result is returned.
-            **arguments: of the ``step`` of ``optimizer_class``.
+        """As :meth:`LoopOptimizer.step`; gathers what a stage has not gathered in backward.
 
         Communication: none if interleaved; if deferred one gather per bucket; without a stage gathers of all trainable
             parameters.
 
         Raises:
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
-            TrainingLoopError, UnsupportedError: as :meth:`LoopOptimizer.step`.
         """
         loss = super().step(closure, **arguments)
         if has_post_hooks(self):

@@ -15,6 +15,7 @@ owns least so far. Frozen parameters have no state, so they are balanced by them
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -156,9 +157,9 @@ def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[st
 
 
 def check_same_on_all_ranks(
-    groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: dist.ProcessGroup, settings: tuple[Any, ...]
+    groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: dist.ProcessGroup, settings: str
 ) -> None:
-    """Compare the parameters, and how they are sharded, with those of rank 0.
+    """Compare the parameters, and the ``settings`` by which they are sharded, with those of rank 0.
 
     Communication: one gather of a few bytes per parameter.
 
@@ -171,15 +172,10 @@ def check_same_on_all_ranks(
         f"{'' if p.requires_grad else ', frozen'}"
         for name, (place, p) in zip(names, pairs, strict=True)
     ]
-    everyone = of_all_ranks((settings, mine), group)
-    first_settings, first = everyone[0]
-    for rank, (other_settings, theirs) in enumerate(everyone):
-        if other_settings != first_settings:
-            raise ConfigurationError(f"rank {rank} shards with {other_settings}, but rank 0 with {first_settings}")
-        if theirs != first:
-            short = min(len(theirs), len(first))
-            place = next((place for place in range(short) if theirs[place] != first[place]), short)
-            there, here = (
-                each[place] if place < len(each) else f"only {len(each)} parameters" for each in (theirs, first)
-            )
-            raise ConfigurationError(f"ranks have different parameters: {there} on rank {rank}, {here} on rank 0")
+    everyone = of_all_ranks([settings, *mine], group)
+    for rank, theirs in enumerate(everyone):
+        for there, here in itertools.zip_longest(theirs, everyone[0], fillvalue="no further parameter"):
+            if there != here:
+                raise ConfigurationError(
+                    f"ranks have different parameters or options: {there} on rank {rank}, {here} on rank 0"
+                )

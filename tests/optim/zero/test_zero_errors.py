@@ -66,7 +66,7 @@ DIFFERENCES: list[tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
     (
         lambda rank: [nn.Parameter(torch.zeros(2)) for _ in range(2 - rank)],
         lambda _: {},
-        "only 1 parameters on rank 1",
+        "no further parameter on rank 1",
     ),
     (
         lambda rank: [nn.Parameter(torch.zeros(2, 3).t() if rank == 0 else torch.zeros(3, 2))],
@@ -76,7 +76,7 @@ DIFFERENCES: list[tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
     (
         lambda _: [nn.Parameter(torch.zeros(2))],
         lambda rank: {"partition": "parameter" if rank else "element"},
-        r"rank 1 shards with .*parameter.*rank 0 with .*element",
+        "partition='parameter'.* on rank 1, partition='element'.* on rank 0",
     ),
 ]
 

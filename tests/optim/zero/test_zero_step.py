@@ -213,7 +213,13 @@ def test_join_equals_plain_ddp_under_join() -> None:
 
 
 def _unused(rank: int, world_size: int) -> None:
-    _uneven(rank, world_size, UNUSED_ON_SOME_RANKS, overlap.Join)
+    _uneven(
+        rank,
+        world_size,
+        UNUSED_ON_SOME_RANKS,
+        overlap.Join,
+        ["interleaved", "deferred, gather in forward", "automatic"],
+    )
     ddp = wrap(UNUSED_ON_SOME_RANKS.model(), **UNUSED_ON_SOME_RANKS.ddp_options())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
     chain(ZeroStep(zero)).register(ddp)
