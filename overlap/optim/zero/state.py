@@ -114,12 +114,15 @@ class _StateOfPart(MutableMapping[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, Tensor) and value.dim():
-            shape = tuple(value.as_subclass(Tensor).shape)
-            raise ConfigurationError(
-                f"zero.state of {self._shard.name} is set with {key!r} of shape {shape}, and each rank "
-                "has its flat part of the parameter's state: change the part in place, as by .mul_(0.5) or .zero_(); "
-                f"or set {{}} to reset the state; or {_REMEDY}"
-            )
+            given, there = value.as_subclass(Tensor), self._inner.get(key)
+            # `state[key] *= 2` sets what it has changed.
+            if not isinstance(there, Tensor) or given.data_ptr() != there.data_ptr():
+                raise ConfigurationError(
+                    f"zero.state of {self._shard.name} is set with {key!r} of shape {tuple(given.shape)}, and each "
+                    "rank has its flat part of the parameter's state: change the part in place, as by .mul_(0.5) or "
+                    f".zero_(); or set {{}} to reset the state; or {_REMEDY}"
+                )
+            value = there
         self._before_change()
         self._inner[key] = value
 

@@ -12,7 +12,7 @@ from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, check, plain_run, register, 
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, Batch, mean_squared_error
-from harness.third_party import LAMB, BlockwiseAdamW, ClippedLAMB, Prodigy
+from harness.third_party import LAMB, BlockwiseAdamW
 from overlap import TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 
 
@@ -33,55 +33,25 @@ def test_every_form_equals_plain_ddp(world_size: int) -> None:
     run_ranks(_forms, world_size)
 
 
-class _Unusual(nn.Module):
-    """Complex, transposed, permuted, of one element, without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.complex = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
-        self.transposed = nn.Parameter(torch.randn(5, 31).t())
-        self.permuted = nn.Parameter(torch.randn(3, 5, 7).permute(2, 0, 1))
-        self.one = nn.Parameter(torch.ones(1))
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        magnitudes = (inputs.to(torch.complex64) @ self.complex.t()).abs()
-        others = (inputs @ self.transposed.t()).tanh().sum() + (self.permuted * inputs.sum()).tanh().sum()
-        return self.scale * self.one * (magnitudes.sum() + others)
+def _moved(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "alone"):
+        plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+        reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW_OPTIONS)
+        register(FORMS[form], ddp, zero)
+        for step in range(4):
+            for parameter in ddp.parameters() if step == 2 else ():
+                parameter.data = parameter.data.clone()
+            for model, optimizer in ((plain, reference), (ddp, zero)):
+                optimizer.zero_grad()
+                mean_squared_error(model, MLP.batch(step, rank)).backward()
+                optimizer.step()
+            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{form}, step {step}")
 
 
-def _unusual(rank: int, world_size: int, form: str) -> None:
-    options = FORMS[form]
-    plain, ddp = wrap(_Unusual(), bucket_cap_mb=1e-4), wrap(_Unusual(), bucket_cap_mb=1e-4)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
-    register(options, ddp, zero)
-    for step in range(4):
-        inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-        for parameter in ddp.parameters() if step == 2 else ():
-            parameter.data = parameter.data.clone()  # Moved to other memory.
-        for module in (plain, ddp):
-            if module is plain or options is None:
-                module.zero_grad()
-            module(inputs).sum().backward()
-        reference.step()
-        if not (options or {}).get("automatic"):
-            zero.step()
-        zero.wait()
-        for (name, ours), theirs in zip(ddp.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours, theirs), f"step {step}: {name}"
-    zero.consolidate_state_dict()
-    if rank == 0:
-        assert_parity(zero.state_dict()["state"], reference.state_dict()["state"], what=form)
-
-
-def test_complex_transposed_permuted_tiny_and_moved_parameters() -> None:
-    def forms(rank: int, world_size: int) -> None:
-        for form in ("interleaved", "deferred, gather in forward", "automatic, deferred", "alone"):
-            _unusual(rank, world_size, form)
-
-    run_ranks(forms, 2)
+def test_parameters_that_move_to_other_memory_are_followed() -> None:
+    """tests/loops has complex, transposed and tiny ones."""
+    run_ranks(_moved, 2)
 
 
 def _masters(rank: int, world_size: int, form: str) -> None:
@@ -222,8 +192,6 @@ def _divided(rank: int, world_size: int) -> None:
 
 # By what is refused: the optimizer, its options, and what the error says.
 REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
-    "Prodigy": (Prodigy, {}, "Prodigy is neither known nor declared"),
-    "global-norm LAMB": (ClippedLAMB, {}, r"\(LAMB is, but ClippedLAMB overrides its (begin|update)\)"),
     "LAMB by element": (LAMB, {"partition": "element"}, "LAMB does not update each element .*partition='parameter'"),
     "blockwise by element": (BlockwiseAdamW, {"partition": "element"}, "each element by itself"),
     "LBFGS": (PLAIN.LBFGS, {}, r"step\(closure\)"),

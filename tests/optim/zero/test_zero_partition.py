@@ -9,35 +9,28 @@ from hypothesis import strategies as st
 from overlap.optim.zero.partition import Extent, Partition
 from overlap.optim.zero.shards import BucketShards, Shard
 
-SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=40)
+NUMELS = st.integers(0, 3000)
+SIZES = st.lists(NUMELS, min_size=1, max_size=40)
 UNITS = st.sampled_from(["element", "parameter"])
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
 @settings(deadline=None)
-@given(SIZES, st.integers(1, 7), UNITS, ITEMSIZES)
-def test_every_element_has_one_owner_and_ranks_own_alike(
-    numels: list[int], ranks: int, unit: str, itemsize: int
+@given(st.lists(st.tuples(NUMELS, st.booleans()), min_size=1, max_size=40), st.integers(1, 7), UNITS, ITEMSIZES)
+def test_every_element_has_one_owner_and_ranks_own_alike_in_each_pool(
+    parameters: list[tuple[int, bool]], ranks: int, unit: str, itemsize: int
 ) -> None:
-    everyone = Partition(unit, ranks).assign([Extent(numel, itemsize) for numel in numels])
-    for numel, ranges in zip(numels, everyone, strict=True):
+    everyone = Partition(unit, ranks).assign([Extent(numel, itemsize, pool) for numel, pool in parameters])
+    for (numel, _), ranges in zip(parameters, everyone, strict=True):
         assert sorted(index for start, end in ranges for index in range(start, end)) == list(range(numel))
         # Two vectors of 64 bytes, which a kernel takes at a time.
         assert not any(start * itemsize % 128 for start, end in ranges if start < end)
-    owned = [sum(ranges[rank][1] - ranges[rank][0] for ranges in everyone) for rank in range(ranks)]
-    # Up to two such blocks, or the largest parameter.
-    assert (max(owned) - min(owned)) * itemsize <= (2 * 128 if unit == "element" else max(numels) * itemsize)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3000), st.booleans()), min_size=1, max_size=40), st.integers(1, 7), UNITS)
-def test_each_pool_is_balanced_by_itself(parameters: list[tuple[int, bool]], ranks: int, unit: str) -> None:
-    everyone = Partition(unit, ranks).assign([Extent(numel, 4, pool) for numel, pool in parameters])
     for pool in (True, False):
         alike = [place for place, (_, its) in enumerate(parameters) if its is pool]
         owned = [sum(end - start for start, end in (everyone[place][r] for place in alike)) for r in range(ranks)]
+        # Up to two such blocks, or the largest parameter.
         largest = max((parameters[place][0] for place in alike), default=0)
-        assert max(owned) - min(owned) <= (64 if unit == "element" else largest)
+        assert (max(owned) - min(owned)) * itemsize <= (2 * 128 if unit == "element" else largest * itemsize)
 
 
 @settings(deadline=None)
