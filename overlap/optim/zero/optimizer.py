@@ -53,7 +53,7 @@ from overlap.optim.zero.partition import (
     read_groups,
     with_names,
 )
-from overlap.optim.zero.shards import BucketShards, Shard, flatten, is_narrower, publish
+from overlap.optim.zero.shards import BucketShards, Shard, flatten, publish
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, all_reduce, broadcast
 
@@ -203,13 +203,18 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Make an optimizer of one element of each parameter, before ranks meet, so that what is wrong is raised."""
 
         def one_element(p: Tensor) -> Tensor:
-            dtype = self._master_dtype if is_narrower(p, self._master_dtype) else p.dtype
-            return torch.zeros((1,) * p.dim(), dtype=dtype, device=p.device, requires_grad=p.requires_grad)
+            shape, dtype = (1,) * p.dim(), self._stepped_dtype(p)
+            return torch.zeros(shape, dtype=dtype, device=p.device, requires_grad=p.requires_grad)
 
         tried = self._make([{**group, "params": list(map(one_element, group["params"]))} for group in groups])
         check_optimizer(tried)
         _check_own_step(tried)
         check_one_eps(tried, instead=_INSTEAD)
+
+    def _stepped_dtype(self, parameter: Tensor) -> torch.dtype:
+        """That of its master, if ``master_dtype`` is wider than its own."""
+        own, wide = parameter.dtype, self._master_dtype
+        return wide if wide is not None and own.is_floating_point and wide.itemsize > own.itemsize else own
 
     @classmethod
     def from_optimizer(
@@ -325,9 +330,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         for name, (_, parameter), ranges in zip(names, parameters, self._division.assign(extents), strict=True):
             # Of one element without dimensions, state per element and per parameter look alike.
             is_whole = self._division.is_whole or parameter.dim() == 0
-            self.shards[id(parameter)] = Shard(
-                parameter, ranges, self.rank, name=name, is_whole=is_whole, master_dtype=self._master_dtype
-            )
+            dtype = self._stepped_dtype(parameter)
+            self.shards[id(parameter)] = Shard(parameter, ranges, self.rank, name=name, is_whole=is_whole, dtype=dtype)
         self.version = object()
 
     def _chunks_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -45,7 +45,6 @@ __all__ = [
     "Shard",
     "flatten",
     "in_elements",
-    "is_narrower",
     "parts_by_need",
     "publish",
     "reduced",
@@ -67,9 +66,9 @@ _AT_ONCE_BYTES_ON_STREAMS = 2**28
 class Shard:
     """One parameter, flat in the order of its memory, and the part of it that this rank's optimizer steps.
 
-    ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a wider
-    ``master_dtype`` it is a copy, which :func:`publish` rounds into the parameter. It is ``None`` if the optimizer sees
-    whole tensors and another rank owns this one.
+    ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. In another ``dtype``
+    it is a master, a copy that :func:`publish` rounds into the parameter. It is ``None`` if the optimizer sees whole
+    tensors and another rank owns this one.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Shard:
         *,
         name: str,
         is_whole: bool,
-        master_dtype: torch.dtype | None,
+        dtype: torch.dtype,
     ) -> None:
         if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             raise UnsupportedError(
@@ -99,9 +98,9 @@ class Shard:
         """The parameter's strides when it was cut: the order of its elements in memory."""
         self.pointer = parameter.data_ptr()
         """Where its memory was then."""
-        self.has_master = is_narrower(parameter, master_dtype)
-        self.dtype = master_dtype if self.has_master and master_dtype is not None else parameter.dtype
+        self.dtype = dtype
         """The dtype in which the optimizer steps."""
+        self.has_master = dtype != parameter.dtype
         self.own: Tensor | None = None
         if not is_whole or rank == max(range(len(ranges)), key=lambda other: ranges[other][1] - ranges[other][0]):
             # A tensor of its own, since the optimizer may ask whether it requires a gradient, and gathers write views.
@@ -365,12 +364,6 @@ def reduced(bucket: Bucket, shards: BucketShards | None) -> Bucket:
     if not bucket.buffer.is_complex():
         owned = tuple([torch.view_as_real(p).view(-1) if p is not None and p.is_complex() else p for p in owned])
     return replace(bucket, is_mean=True, owned=owned)
-
-
-def is_narrower(parameter: Tensor, master_dtype: torch.dtype | None) -> bool:
-    """Whether a parameter gets a master in ``master_dtype``."""
-    dtype = parameter.dtype
-    return master_dtype is not None and dtype.is_floating_point and master_dtype.itemsize > dtype.itemsize
 
 
 def publish(shards: Sequence[Shard]) -> None:

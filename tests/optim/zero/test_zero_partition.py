@@ -40,7 +40,7 @@ def test_flat_and_packed_order_are_cut_into_the_same_pieces(
 ) -> None:
     rank %= ranks
     shards = [
-        Shard(torch.zeros(numel), ranges, rank, name="", is_whole=unit == "parameter", master_dtype=None)
+        Shard(torch.zeros(numel), ranges, rank, name="", is_whole=unit == "parameter", dtype=torch.float32)
         for numel, ranges in zip(numels, Partition(unit, ranks).assign([Extent(n, 4) for n in numels]), strict=True)
     ]
     kept = [None if place == left_out and len(numels) > 1 else shard for place, shard in enumerate(shards)]
