@@ -38,12 +38,6 @@ def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_add_(list(targets), list(sources))
 
 
-def subtract_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Subtract each source from its target, in place, whatever their dtypes."""
-    if targets:
-        torch._foreach_sub_(list(targets), list(sources))
-
-
 def subtract_from_(targets: Sequence[Tensor], minuends: Sequence[Tensor]) -> None:
     """Replace each target by its minuend minus the target, in place."""
     if targets:
