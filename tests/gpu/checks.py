@@ -114,7 +114,7 @@ def _a_missing_wait_is_found(scenario: Scenario, rank: int, device: torch.device
 
 # Memory, of active bytes: what was freed while another stream might still use it is of no use to others. ---------
 
-_WIDTH, _LAYERS, _STEPS = 1024, 8, 4
+_WIDTH, _LAYERS, _STEPS = 1024 if torch.cuda.is_available() else 64, 8, 4
 
 
 def _layers(device: torch.device, wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._rank import UNKNOWN_BACKEND
-from .errors import RankDied, RankFailed, RankHung, UnpicklableError, WorldError
+from .errors import RankDied, RankFailed, RankHung, WorldError
 from .parity import assert_parity
 from .ranks import run_ranks, start_server
 from .spy import bucket_calls
@@ -15,7 +15,6 @@ __all__ = [
     "RankFailed",
     "RankHung",
     "Record",
-    "UnpicklableError",
     "WorldError",
     "assert_parity",
     "bucket_calls",

@@ -19,12 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .errors import UnpicklableError
-
 UNKNOWN_BACKEND = "unknown"
 """Gloo under a name that the library does not know."""
-# Warnings that PyTorch's own code gives and no test can avoid: (message, category, reason).
-UPSTREAM_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +107,7 @@ def _failure(error: BaseException) -> bytes:
         payload = pickle.dumps(Report(None, error, text))
         pickle.loads(payload)  # an exception whose __init__ takes other arguments than .args fails only here
     except Exception as why:
-        stand_in = UnpicklableError(f"{type(error).__qualname__}: {error} (does not pickle: {why!r})")
+        stand_in = RuntimeError(f"{type(error).__qualname__}: {error} (does not pickle: {why!r})")
         return pickle.dumps(Report(None, stand_in, text))
     return payload
 
@@ -177,8 +173,6 @@ def _watch(spec: RankSpec) -> None:
 def _turn_warnings_into_errors() -> None:
     warnings.resetwarnings()
     warnings.simplefilter("error")
-    for message, category, _reason in UPSTREAM_WARNINGS:
-        warnings.filterwarnings("ignore", message=message, category=category)
 
 
 def _start_coverage() -> Any:

@@ -18,9 +18,6 @@ class RankFailed(WorldError):
         super().__init__(rank, message)
         self.exception = exception
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, str(self), self.exception)
-
 
 class RankDied(WorldError):
     """A rank's process ended without a result: `exitcode` is negative for a signal, as in `subprocess`."""
@@ -29,16 +26,6 @@ class RankDied(WorldError):
         super().__init__(rank, message)
         self.exitcode = exitcode
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, str(self), self.exitcode)
-
 
 class RankHung(WorldError):
     """A rank had no result when the time was up; the message holds the stacks of its threads."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, str(self))
-
-
-class UnpicklableError(Exception):
-    """Stands in for an exception that does not survive pickling."""

@@ -46,6 +46,10 @@ def assert_parity(
         raise AssertionError(f"{what} should be {allowed}; first difference:\n{differences[0]}{more}")
 
 
+# Asked first: most of what is compared is one of these.
+_LEAVES = (torch.Tensor, int, float, str)
+
+
 class _Structure:
     """A pair that differs in kind or length: stands in for the leaves that cannot be compared."""
 
@@ -66,7 +70,9 @@ def _tolerance(*, exact: bool, rtol: float, atol: float, reason: str | None) -> 
 
 
 def _pairs(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    if dataclasses.is_dataclass(ours) and not isinstance(ours, type):
+    if isinstance(ours, _LEAVES):
+        yield path, ours, theirs
+    elif dataclasses.is_dataclass(ours) and not isinstance(ours, type):
         if type(ours) is not type(theirs):
             yield path, _kinds(ours, theirs), None
             return
@@ -82,7 +88,7 @@ def _pairs(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         if ours.keys() != theirs.keys():
             lacks, adds = (sorted(map(repr, keys)) for keys in (theirs.keys() - ours, ours.keys() - theirs))
             yield path, _Structure(f"the candidate lacks {lacks} and adds {adds}"), None
-    elif isinstance(ours, Sequence) and not isinstance(ours, str | bytes):
+    elif isinstance(ours, Sequence) and not isinstance(ours, bytes):
         if not isinstance(theirs, Sequence) or isinstance(theirs, str | bytes):
             yield path, _kinds(ours, theirs), None
             return
@@ -131,6 +137,8 @@ def _tensor_difference(
     if ours.data_ptr() == theirs.data_ptr():
         raise ValueError(f"{path or 'the value'}: a tensor is compared with itself; record clones")
     ours, theirs = ours.cpu(), theirs.cpu()
+    if torch.equal(ours, theirs):
+        return None
     wrong = ~((ours == theirs) | (ours.isnan() & theirs.isnan()))
     if not wrong.any():
         return None

@@ -21,25 +21,16 @@ def test_the_same_passes() -> None:
 @pytest.mark.parametrize(
     ("candidate", "reference", "message"),
     [
-        (
-            [torch.ones(2), torch.tensor([1.0, 2.5])],
-            [torch.ones(2), torch.tensor([1.0, 2.0])],
-            "[1]: max abs ",
-        ),
         (torch.tensor([1.0]), torch.tensor([float("nan")]), "max abs difference"),
         (torch.tensor([float("inf")]), torch.tensor([1.0]), "max abs difference inf"),
-        (torch.tensor([1]), torch.tensor([2]), "max abs difference 1"),
         (torch.tensor([True]), torch.tensor([False]), "1 of 1 differ"),
         (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype torch.float32 against torch.float64"),
         (torch.ones(2), torch.ones(1, 2), "shape (2,) against (1, 2)"),
         (torch.ones(1), 1.0, "Tensor against float"),
         ({"a": 1}, {"a": 1, "b": 2}, "lacks [\"'b'\"] and adds []"),
-        ({"a": 1, "c": 2}, {"a": 1}, "lacks [] and adds [\"'c'\"]"),
         ([1, 2], [1], "length 2 against 1"),
         ([1], {"a": 1}, "list against dict"),
         ({"a": {"b": 1.5}}, {"a": {"b": 1.0}}, "['a']['b']: 1.5 against 1.0, difference 0.5"),
-        (1, 1.0, "int against float"),
-        ("x", "y", "'x' against 'y'"),
         ({"a": None}, {"a": torch.ones(1)}, "NoneType against Tensor"),
     ],
 )
@@ -81,15 +72,17 @@ def test_beyond_a_tolerance_and_for_integers_and_infinity_it_fails_with_its_reas
         assert_parity(candidate, reference, **{**LOOSE, **more})
 
 
-@pytest.mark.parametrize("options", [{"exact": False, "atol": 0.1}, {"atol": 0.1}, {"rtol": 0.1, "reason": "r"}])
-def test_a_tolerance_needs_its_reason(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="reason"):
+@pytest.mark.parametrize(
+    ("options", "lacks"),
+    [
+        ({"exact": False, "atol": 0.1}, "reason"),
+        ({"rtol": 0.1, "reason": "r"}, "exact=False"),
+        ({"exact": False, "reason": "r"}, "above 0"),
+    ],
+)
+def test_a_tolerance_needs_its_reason(options: dict[str, Any], lacks: str) -> None:
+    with pytest.raises(ValueError, match=lacks):
         assert_parity(torch.ones(1), torch.zeros(1), what="w", **options)
-
-
-def test_a_tolerance_of_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        assert_parity(torch.ones(1), torch.zeros(1), what="w", exact=False, reason="r")
 
 
 @pytest.mark.parametrize("nothing", [{}, [], [{}], torch.ones(0)])

@@ -54,6 +54,10 @@ TOPICS = (
 )
 
 
+TWO_STEPS = ("optimizers", "gradients")
+"""Topics whose loops do the same in every step: the second has DDP's final buckets and the state of the first."""
+
+
 @dataclass(frozen=True)
 class Expected:
     """What a form does with a loop, where it is not exact."""
@@ -87,7 +91,7 @@ class Loop:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``ZeroRedundancyOptimizer``, in the forms that have one."""
     inputs: Callable[[torch.Generator], tuple[Tensor, Tensor]] = features
-    steps: int = 3
+    steps: int
     expected: Mapping[str, Expected] = field(default_factory=dict)
 
 
@@ -100,8 +104,7 @@ def loop(name: str, *declared: Declaration, **options: Any) -> Callable[[Body], 
     """Adds a loop to the corpus, where ``declared`` says which forms are not expected to be exact."""
 
     def add(body: Body) -> Body:
-        topic = sys.modules[body.__module__].__name__.rpartition(".")[2]
-        _add(Loop(name=name, topic=topic, body=body, expected=_merged(name, declared), **options))
+        _add(name, body.__module__, body, declared, options)
         return body
 
     return add
@@ -109,8 +112,7 @@ def loop(name: str, *declared: Declaration, **options: Any) -> Callable[[Body], 
 
 def variant(body: Body, name: str, *declared: Declaration, **options: Any) -> None:
     """Adds the loop ``body`` once more, with other options; the caller's module is its topic."""
-    topic = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]
-    _add(Loop(name=name, topic=topic, body=body, expected=_merged(name, declared), **options))
+    _add(name, sys._getframe(1).f_globals["__name__"], body, declared, options)
 
 
 def refused(forms: Iterable[str], words: str) -> Declaration:
@@ -140,10 +142,12 @@ def topic_title(topic: str) -> str:
     return str(importlib.import_module(f"{__package__}.{topic}").__doc__).partition("\n")[0].rstrip(".")
 
 
-def _add(entry: Loop) -> None:
-    if entry.name in LOOPS:
-        raise ValueError(f"there are two loops named {entry.name!r}")
-    LOOPS[entry.name] = entry
+def _add(name: str, module: str, body: Body, declared: Iterable[Declaration], options: Mapping[str, Any]) -> None:
+    if name in LOOPS:
+        raise ValueError(f"there are two loops named {name!r}")
+    topic = module.rpartition(".")[2]
+    defaults = {"steps": 2 if topic in TWO_STEPS else 3}
+    LOOPS[name] = Loop(name=name, topic=topic, body=body, expected=_merged(name, declared), **{**defaults, **options})
 
 
 def _merged(name: str, declared: Iterable[Declaration]) -> dict[str, Expected]:

@@ -125,7 +125,7 @@ variant(
 )
 
 
-@loop("a clip with the library's own option", OWN_CLIP, optimizer=_ADAMW)
+@loop("a clip with the library's own option", OWN_CLIP, optimizer=_ADAMW, steps=3)
 def own_clip(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

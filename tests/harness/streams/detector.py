@@ -93,7 +93,7 @@ class Detector:
         self._streams = [self.default_stream]
         self._notes_host_syncs = False
         before = Access(self.default_stream, 0, "what was before", ())
-        self.allocator = Allocator(before, lambda *both: self.report.add(Fault("use after free", *both)))
+        self.allocator = Allocator(before, lambda *both: self.report.faults.append(Fault("use after free", *both)))
 
     # Streams.
 
@@ -170,7 +170,7 @@ class Detector:
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 for earlier in self.allocator.touched(tensor, access, is_write=is_write):
-                    self.report.add(Fault("race", earlier, access))
+                    self.report.faults.append(Fault("race", earlier, access))
         return access
 
     def called(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:

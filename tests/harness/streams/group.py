@@ -125,17 +125,11 @@ class StreamGroup(dist.ProcessGroup):
         is_source = opts is not None and opts.rootRank == self.rank()
         return self._run("broadcast", () if is_source else tensors, tensors, tensors, opts)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self._run("reduce", tensors, (), tensors, opts)
-
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         return self._run("allgather", outputs, inputs, outputs, inputs, opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._run("_allgather_base", [output], [input], output, input, opts)
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        return self._run("reduce_scatter", outputs, inputs, outputs, inputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._run("_reduce_scatter_base", [output], [input], output, input, opts)
@@ -147,9 +141,6 @@ class StreamGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         return self._run("gather", outputs, inputs, outputs, inputs, opts)
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        return self._run("scatter", outputs, inputs, outputs, inputs, opts)
 
     # PyTorch 2.13 renamed them; both names are dispatched to.
     all_gather_single = _allgather_base

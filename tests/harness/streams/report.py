@@ -64,13 +64,6 @@ class Report:
     operators: int = 0
     """How many operators and collectives were checked."""
 
-    def add(self, fault: Fault) -> None:
-        self.faults.append(fault)
-
-    @property
-    def races(self) -> list[Fault]:
-        return [fault for fault in self.faults if fault.kind == "race"]
-
     def check(self, *, host_syncs: Iterable[str] = ()) -> None:
         """Raise if there is a fault, or if the library makes the host wait where ``host_syncs`` does not declare it.
 
