@@ -52,6 +52,7 @@ only has to become a basis, so its non-finite elements are zeroed, and any basis
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -314,7 +315,8 @@ class PowerIteration:
                 alike[0].copy_(change(alike[0], group))
                 continue
             # On an accelerator. Filled up with zeros, in the dtype that Cholesky-QR computes in.
-            rows = self._kept("rows", group, lambda group=group: _filled_up(factors.flat.double(), group))
+            like = factors.flat.new_empty(0, dtype=torch.float64)
+            rows = self._kept("rows", group, functools.partial(_filled_up, like, group))
             copy_all(_beginnings(rows, group), alike)
             copy_all(alike, _beginnings(change(rows, group), group))
 
