@@ -201,7 +201,7 @@ def _refusals(rank: int, world_size: int, address: str) -> dict[str, str]:
         return overlap.Step(optimizer, deferred=True)
 
     chains: dict[str, Any] = {
-        "interleaved": lambda o: overlap.chain(overlap.AllReduce(), overlap.Step(o)),
+        "interleaved": lambda o: overlap.chain(overlap.AllReduce(), overlap.Step(o, deferred=False)),
         "automatic": lambda o: overlap.chain(overlap.AllReduce(), overlap.Step(o.optimizer, deferred=True)),
         "hook": lambda o: overlap.chain(overlap.as_stage(torch_hook, None), deferred(o)),
     }
