@@ -112,20 +112,19 @@ class Run:
             if not isinstance(local, LocalSGD):
                 raise ConfigurationError(f"local_sgd returned {described(local)}, and not a LocalSGD")
             self.optimizers, self.registration = [local], local.registration
-        elif isinstance(recipe.chain, Stage):
-            self.registration = chain(recipe.chain).register(self.ddp)
         elif recipe.chain is not None:
-            self.optimizers = [_overlapped(one) for one in self.given]
-            make: Any = recipe.chain
-            returned = make(*self.optimizers)
-            made = chain(*returned) if isinstance(returned, (list, tuple)) else returned
+            made: Any = recipe.chain
             if not isinstance(made, Stage):
-                raise ConfigurationError(
-                    f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
-                    f"returned {described(made)}"
-                )
-            if not any(isinstance(stage, Update) for stage in walk(made)):
-                self.optimizers = list(optimizers)
+                self.optimizers = [_overlapped(one) for one in self.given]
+                made = made(*self.optimizers)
+                made = chain(*made) if isinstance(made, (list, tuple)) else made
+                if not isinstance(made, Stage):
+                    raise ConfigurationError(
+                        f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
+                        f"returned {described(made)}"
+                    )
+                if not any(isinstance(stage, Update) for stage in walk(made)):
+                    self.optimizers = list(optimizers)
             for update in walk(made) if late else ():
                 if not isinstance(update, Update) or update.form.outcome is Phase.REDUCED:
                     continue
