@@ -19,6 +19,7 @@ REMOVED = {
     "AddNoise": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
     "AdamW8bit": "use torchao's or bitsandbytes' AdamW8bit, in Step(optimizer, deferred=True) or after overlap.declare",
     "Centralize": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "Average": "call averager.average_parameters(ddp.parameters()) after the update, or use overlap.LocalSGD",
     "CheckpointError": "catch torch.distributed.checkpoint.CheckpointException",
     "CheckpointManager": "save overlap.state_dict(...) with torch.distributed.checkpoint; see docs/resuming.md",
     "ClipValue": "write the three lines of docs/transforms.md: a function of a bucket is a transform",

@@ -10,8 +10,6 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,9 +32,6 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_")
 _ONE_QUEUE, _ONE_ORDER, _ALGORITHMS = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_ALGO"
 # The first NCCL that has NCCL_LAUNCH_ORDER_IMPLICIT.
 _ORDERED_NCCL = (2, 26)
-_STEPS = 4
-# A bucket a layer.
-_BUCKET_CAP_MB = 0.001
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,57 +104,41 @@ def _works() -> Iterator[str]:
     """A chain on one rank; nothing of a build without Gloo."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return
+    is_own = not dist.is_initialized()
     try:
-        with _own_group():
-            differing = compare_with_plain()
-            _line("a chain, a plain loop", "equal in every bit" if not differing else "NOT EQUAL")
-            if differing:
-                yield f"{differing} parameters differ between a chain and a plain loop: please report this output"
+        if is_own:
+            store = dist.HashStore()  # type: ignore[attr-defined] # Exported at run time, but not to type checkers.
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        differing = compare_with_plain()
+        _line("a chain, a plain loop", "equal in every bit" if not differing else "NOT EQUAL")
+        if differing:
+            yield f"{differing} parameters differ between a chain and a plain loop: please report this output"
     except Exception as error:
         yield f"a process group and a model in it do not work here: {type(error).__name__}: {error}"
-
-
-@contextmanager
-def _own_group() -> Iterator[None]:
-    """The default process group, of Gloo and of this process alone, where there is none."""
-    if dist.is_initialized():
-        yield
-        return
-    store = dist.HashStore()  # type: ignore[attr-defined] # Exported at run time, but not to type checkers.
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
-    try:
-        yield
     finally:
-        # Models and their reducers are in cycles, and hold the group. Its threads must end now and not while the
-        # interpreter exits, when a thread that returns to Python is an error.
-        gc.collect()
-        dist.destroy_process_group()
-        gc.collect()
+        if is_own and dist.is_initialized():
+            # Models and their reducers are in cycles, and hold the group. Its threads must end now and not while the
+            # interpreter exits, when a thread that returns to Python is an error.
+            gc.collect()
+            dist.destroy_process_group()
+            gc.collect()
 
 
 def compare_with_plain() -> int:
     """Trains by ``chain(AllReduce(), Step(...))`` on one rank, and without DDP; returns how many parameters differ in
-    any bit.
-
-    In the default process group; raises whatever PyTorch or the chain raises.
-    """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    with warnings.catch_warnings():
-        # PyTorch's own, of what it imports.
-        warnings.simplefilter("ignore")
-        ddp = DistributedDataParallel(copy.deepcopy(plain), bucket_cap_mb=_BUCKET_CAP_MB)
+    any bit."""
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of what it imports.
+        ddp = DistributedDataParallel(copy.deepcopy(plain), bucket_cap_mb=0.001)  # A bucket a layer.
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-2))
     registration = chain(AllReduce(), Step(optimizer)).register(ddp)
     inputs = torch.arange(32, dtype=torch.float32, device="cpu").view(4, 8) / 32
-    for _ in range(_STEPS):
-        plain_optimizer.zero_grad()
-        plain(inputs).square().sum().backward()
-        plain_optimizer.step()
-        ddp(inputs).square().sum().backward()
-        optimizer.step()
+    for _ in range(4):
+        for model, its in ((plain, plain_optimizer), (ddp, optimizer)):
+            its.zero_grad()
+            model(inputs).square().sum().backward()
+            its.step()
     registration.remove()
     pairs = zip(plain.parameters(), ddp.parameters(), strict=True)
     return sum(not torch.equal(one, other) for one, other in pairs)

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
 
 __all__ = [
@@ -142,25 +141,3 @@ def hide_internal_frames(error: BaseException) -> None:
         if each.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("overlap", "contextlib"):
             kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     error.__traceback__ = kept
-
-
-def _check_package() -> None:
-    """Raise an ImportError if another distribution's ``overlap`` is the package that this has become a module of.
-
-    Where two distributions install a package of one name into one place, the later one's ``__init__.py`` is the
-    package, and the other's modules are found in it all the same. Here because all of ours import this module.
-    """
-    package = sys.modules[__name__.rpartition(".")[0]]
-    if "OverlappedOptimizer" in getattr(package, "__all__", ()):
-        return
-    from importlib.metadata import packages_distributions
-
-    place = getattr(package, "__file__", None) or "a folder without __init__.py"
-    others = sorted(set(packages_distributions().get("overlap", ())) - {"ddp-overlap"}) or ["overlap"]
-    raise ImportError(
-        f"the package `overlap` of this Python is not ddp-overlap's: {place} is another distribution's, or what one "
-        f"has left; run pip uninstall {' '.join(others)}, and install ddp-overlap again"
-    )
-
-
-_check_package()

@@ -7,13 +7,12 @@ and an all-gather, whose results are the same on every rank.
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 import math
 import weakref
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import as_number, described, told
-from overlap._torch.device import future_for
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.collectives import Operation, all_gather, all_to_all
 from overlap.hooks.engine.executors import executor_for
+from overlap.hooks.engine.wavefront import Item, run_now
 from overlap.hooks.wires import BFloat16, Float16, Int8, RoundingGenerator, Wire
 from overlap.hooks.wires.exchange import QuantizedSum, sum_in_order
 from overlap.ranks.board import agree
@@ -32,7 +31,8 @@ from overlap.ranks.machines import levels_of
 
 __all__ = ["DQuantType", "auto_quantize"]
 
-_Made = tuple[Coroutine[Operation, Any, None], list[Tensor]]
+_Made = tuple[Callable[[], Coroutine[Operation, Any, None]], list[Tensor]]
+"""What exchanges the messages, and the tensors that it fills."""
 
 # The calls that the ranks of a group have compared. Messages of another size than expected end the process inside of
 # Gloo, so a call is compared the first time that it is made.
@@ -79,8 +79,8 @@ def auto_quantize(
         quant_loss: results are divided by it.
 
     Returns:
-        The function. With ``async_op=True`` it returns a work with ``wait`` and ``get_future``, which on CPU tensors is
-        done; do not touch CUDA tensors before it is done.
+        The function. When it returns, the results are there (on CUDA: the current stream waits for them); as
+        PyTorch's, it refuses ``async_op=True``.
 
     Communication: sends and receives between ranks and all-gathers of bytes, as many as the plain collective would of
     ``qtype``, on ``group`` itself in the order of calls. An all-reduce in integers or 8-bit floats on several machines
@@ -90,7 +90,7 @@ def auto_quantize(
     Raises:
         ConfigurationError: an argument is none of those; a list does not have one tensor for each rank, or of another
             size.
-        UnsupportedError: a tensor is not floating-point, or another reduction.
+        UnsupportedError: a tensor is not floating-point, another reduction, or ``async_op=True``.
         CollectiveError: ranks call different collectives, or with results of other sizes (on CPU tensors).
 
     >>> auto_quantize(torch.distributed.all_reduce, overlap.DQuantType.FP16).__name__
@@ -110,31 +110,25 @@ def auto_quantize(
     generators: weakref.WeakKeyDictionary[dist.ProcessGroup, RoundingGenerator] = weakref.WeakKeyDictionary()
     signature = inspect.signature(collective)
 
-    @functools.wraps(collective)
-    def quantized(*args: Any, **kwargs: Any) -> Any:
+    @wraps(collective)
+    def quantized(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        group, async_op = bound.arguments.pop("group"), bound.arguments.pop("async_op")
-        group = dist.group.WORLD if group is None else group
+        if bound.arguments.pop("async_op"):
+            raise UnsupportedError(f"a quantized {name} is done when it returns: leave async_op out")
+        group = bound.arguments.pop("group") or dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise ConfigurationError(f"{name}: this rank is not in the group, or there is no process group yet")
         rounding = generators.setdefault(group, RoundingGenerator(wire))
         exchange = _Exchange(group=group, wire=wire, rounding=rounding, loss=number)
-        used = tuple(bound.arguments.values())
-        coroutine, outputs = make(exchange, *used)
-        try:
-            call = _call(name, bound.arguments.get("op"), outputs, wire)
-            known = _compared.setdefault(group, set())
-            if outputs[0].device.type == "cpu" and call not in known:
-                agree(group, f"call a quantized {call}")
-                known.add(call)
-            work = _Work(coroutine, group, outputs, used)
-        finally:
-            coroutine.close()
-        if async_op:
-            return work
-        work.wait()
-        return None
+        exchanges, outputs = make(exchange, *bound.arguments.values())
+        device = outputs[0].device
+        call = _call(name, bound.arguments.get("op"), outputs, wire)
+        known = _compared.setdefault(group, set())
+        if device.type == "cpu" and call not in known:
+            agree(group, f"call a quantized {call}")
+            known.add(call)
+        run_now([Item(index=0)], lambda item: exchanges(), executor_for(group, device))
 
     return quantized
 
@@ -159,7 +153,7 @@ def _wire(qtype: Any) -> Wire:
     )
 
 
-@functools.cache
+@cache
 def _known() -> dict[Any, Callable[..., _Made]]:
     by_name: dict[str, Callable[..., _Made]] = {
         "all_gather": _all_gather,
@@ -179,7 +173,7 @@ def _known() -> dict[Any, Callable[..., _Made]]:
 def _all_gather(exchange: _Exchange, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Made:
     _check_list(exchange, "tensor_list", tensor_list, numel=tensor.numel())
     _check(tensor, *tensor_list)
-    return exchange.all_gather(tensor_list, tensor), list(tensor_list)
+    return partial(exchange.all_gather, tensor_list, tensor), list(tensor_list)
 
 
 def _all_gather_into_tensor(exchange: _Exchange, output_tensor: Tensor, input_tensor: Tensor) -> _Made:
@@ -190,7 +184,8 @@ def _all_gather_into_tensor(exchange: _Exchange, output_tensor: Tensor, input_te
         raise ConfigurationError(
             "output_tensor is not contiguous, so it cannot be split into views: give a contiguous one"
         )
-    return exchange.all_gather(output_tensor.view(ranks, input_tensor.numel()).unbind(), input_tensor), [output_tensor]
+    outputs = output_tensor.view(ranks, input_tensor.numel()).unbind()
+    return partial(exchange.all_gather, outputs, input_tensor), [output_tensor]
 
 
 def _all_to_all(
@@ -199,7 +194,7 @@ def _all_to_all(
     _check_list(exchange, "output_tensor_list", output_tensor_list)
     _check_list(exchange, "input_tensor_list", input_tensor_list)
     _check(*output_tensor_list, *input_tensor_list)
-    return exchange.all_to_all(output_tensor_list, input_tensor_list), list(output_tensor_list)
+    return partial(exchange.all_to_all, output_tensor_list, input_tensor_list), list(output_tensor_list)
 
 
 def _all_to_all_single(
@@ -212,13 +207,13 @@ def _all_to_all_single(
     _check(output, input)
     outputs = _split(exchange, "output", output, output_split_sizes)
     inputs = _split(exchange, "input", input, input_split_sizes)
-    return exchange.all_to_all(outputs, inputs), [output]
+    return partial(exchange.all_to_all, outputs, inputs), [output]
 
 
 def _all_reduce(exchange: _Exchange, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
     _check(tensor)
     _check_op(op)
-    return exchange.all_reduce(tensor, op), [tensor]
+    return partial(exchange.all_reduce, tensor, op), [tensor]
 
 
 def _reduce_scatter(
@@ -227,7 +222,7 @@ def _reduce_scatter(
     _check_list(exchange, "input_list", input_list, numel=output.numel())
     _check(output, *input_list)
     _check_op(op)
-    return exchange.reduce_scatter(output, input_list, op), [output]
+    return partial(exchange.reduce_scatter, output, input_list, op), [output]
 
 
 def _reduce_scatter_tensor(exchange: _Exchange, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
@@ -235,7 +230,7 @@ def _reduce_scatter_tensor(exchange: _Exchange, output: Tensor, input: Tensor, o
     _check_numel("input", input, ranks * output.numel())
     _check(output, input)
     _check_op(op)
-    return exchange.reduce_scatter(output, input.reshape(ranks, output.numel()).unbind(), op), [output]
+    return partial(exchange.reduce_scatter, output, input.reshape(ranks, output.numel()).unbind(), op), [output]
 
 
 def _split(exchange: _Exchange, name: str, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
@@ -285,7 +280,7 @@ def _check_op(op: Any) -> None:
         raise UnsupportedError(f"{op} cannot be quantized: give SUM or AVG")
 
 
-# The exchange of messages, and the work that it is for the caller
+# The exchange of messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,62 +372,3 @@ class _Exchange:
         if self.loss is not None:
             values = values / self.loss
         output.detach().copy_(values.view(output.shape))
-
-
-class _Work:
-    """A collective in progress, as ``async_op=True`` returns it. On CPU tensors it is done.
-
-    On CUDA tensors the calls on a group run on one side stream, in their order.
-
-    Args:
-        collective: is run here.
-        group: that it is on.
-        outputs: the tensors that it fills.
-        used: tensors that must keep their memory until it is done; a caller may drop them at once.
-
-    Raises:
-        CollectiveError: a rank is lost.
-    """
-
-    def __init__(
-        self,
-        collective: Coroutine[Operation, Any, None],
-        group: dist.ProcessGroup,
-        outputs: Sequence[Tensor],
-        used: object,
-    ) -> None:
-        device = outputs[0].device
-        self._used = used
-        self._future: torch.futures.Future[list[Tensor]] = future_for(device)
-        executor = executor_for(group, device)
-        executor.begin()
-        with executor.scope(), torch.no_grad():
-            _drive(collective, executor)
-            self._future.set_result(list(outputs))
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the results are there; on CUDA, when the current stream will wait for them."""
-        self._future.wait()
-        self._used = ()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether it has been issued: a collective that fails raises where it is called."""
-        return self._future.done()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the output tensors."""
-        return self._future
-
-
-def _drive(collective: Coroutine[Operation, Any, None], executor: Any) -> None:
-    try:
-        value = None
-        while True:
-            operation = collective.send(value)
-            executor.launch(operation)
-            value = operation.finish(executor.wait)
-    except StopIteration:
-        return
-    finally:
-        collective.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -74,29 +73,3 @@ def test_on_gpus_the_environment_is_shown_with_what_it_lacks(
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "install NCCL 2.26 or later" in shown and "equal in every bit" not in shown.partition("NCCL_ALGO")[2][:60]
-
-
-@pytest.mark.parametrize(
-    ("options", "has_init"),
-    [
-        (["-m", "overlap", "doctor"], True),
-        (["-S", "-c", "import overlap.errors"], False),
-    ],
-)
-def test_modules_in_another_distributions_package_say_so(options: list[str], has_init: bool, tmp_path: Path) -> None:
-    """As after `pip install overlap`, which overwrites `overlap/__init__.py`, and after removing it again."""
-    package = tmp_path / "overlap"
-    package.mkdir()
-    for entry in Path(overlap.__file__).parent.iterdir():
-        if entry.name not in ("__init__.py", "__pycache__"):
-            (package / entry.name).symlink_to(entry)
-    if has_init:
-        (package / "__init__.py").write_text('__version__ = "0.2.0"\n__all__ = ["intersection"]\n')
-    environment = {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, *options], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
-    )
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: the package `overlap` of this Python is not ddp-overlap's: ")
-    assert "run pip uninstall overlap, and install ddp-overlap again" in last
-    assert (str(package / "__init__.py") in last) == has_init

@@ -114,7 +114,6 @@ MADE: dict[str, tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]] = {
     "PeriodicModelAverager": (optim.PeriodicModelAverager, lambda of: {"period": 4}),
     "HierarchicalModelAverager": (optim.HierarchicalModelAverager, lambda of: {"period_group_size_dict": {4: 1}}),
     "PostLocalSGDOptimizer": (optim.PostLocalSGDOptimizer, lambda of: {"optim": of.sgd, "averager": of.averager}),
-    "Average": (optim.Average, lambda of: {"averager": of.averager}),
     "average_parameters": (optim.average_parameters, lambda of: {"params": list(of.model.parameters())}),
     "Join": (overlap.Join, lambda of: {"joinables": [of.ddp], "divide_by_initial_world_size": True}),
     "auto_quantize": (

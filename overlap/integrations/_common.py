@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,15 @@ class Run:
         optimizers: the framework's, without wrappers.
         late: what the framework does with gradients after backward, such as ``max_grad_norm=1.0 clips after backward``;
             interleaved updates of the chain are then deferred. Empty: nothing.
+        instead: what else to do where an update cannot be deferred, for the message.
 
     Raises:
         ConfigurationError: the recipe returned something else, or does not fit; and as registering does.
     """
 
-    def __init__(self, recipe: Recipe, model: Any, optimizers: Sequence[Optimizer], *, late: str = "") -> None:
+    def __init__(
+        self, recipe: Recipe, model: Any, optimizers: Sequence[Optimizer], *, late: str = "", instead: str = ""
+    ) -> None:
         self.ddp = check_ddp(model)
         self.given = list(optimizers)
         self.optimizers: list[Any] = list(optimizers)
@@ -109,26 +112,33 @@ class Run:
             if not isinstance(local, LocalSGD):
                 raise ConfigurationError(f"local_sgd returned {described(local)}, and not a LocalSGD")
             self.optimizers, self.registration = [local], local.registration
-        elif isinstance(recipe.chain, Stage):
-            self.registration = chain(recipe.chain).register(self.ddp)
         elif recipe.chain is not None:
-            self.optimizers = [_overlapped(one) for one in self.given]
-            make: Any = recipe.chain
-            returned = make(*self.optimizers)
-            made = chain(*returned) if isinstance(returned, (list, tuple)) else returned
+            made: Any = recipe.chain
             if not isinstance(made, Stage):
-                raise ConfigurationError(
-                    f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
-                    f"returned {described(made)}"
-                )
-            if not any(isinstance(stage, Update) for stage in walk(made)):
-                self.optimizers = list(optimizers)
-            if late:
-                _defer_updates(made, late)
+                self.optimizers = [_overlapped(one) for one in self.given]
+                made = made(*self.optimizers)
+                made = chain(*made) if isinstance(made, (list, tuple)) else made
+                if not isinstance(made, Stage):
+                    raise ConfigurationError(
+                        f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
+                        f"returned {described(made)}"
+                    )
+                if not any(isinstance(stage, Update) for stage in walk(made)):
+                    self.optimizers = list(optimizers)
+            for update in walk(made) if late else ():
+                if not isinstance(update, Update) or update.form.outcome is Phase.REDUCED:
+                    continue
+                update.defer()
+                if update.form.outcome is not Phase.REDUCED:
+                    raise ConfigurationError(
+                        f"{late}, but {update!r} has made the update in backward by then: use "
+                        f"{update.form.deferred_code}{instead}"
+                    )
+                _logger.info("%s: the update of the chain is %r", late, update)
             self.registration = chain(made).register(self.ddp)
         # What all ranks have alike is in the framework's own checkpoint; ranks of local SGD have little alike.
         omit = () if recipe.local_sgd is not None else ("model", "optimizer")
-        self.state = TrainState(self.ddp, self.optimizers, omit=omit, writer=0)
+        self.state = TrainState(self.ddp, self.optimizers, omit=omit)
         """What the framework's own checkpoint lacks."""
 
     @property
@@ -140,16 +150,6 @@ class Run:
     def sharded(self) -> list[ZeroRedundancyOptimizer]:
         """The optimizers whose state is divided among the ranks."""
         return [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
-
-    @contextmanager
-    def parts_opened(self) -> Iterator[None]:
-        """Within it the framework may change gradients element by element also where a rank has a part of the mean;
-        not under ``Join``, where ranks without inputs would not."""
-        with ExitStack() as opened:
-            for zero in self.sharded:
-                for update in zero.updates if not zero.is_joining else ():
-                    opened.enter_context(update.lifecycle.gradients.opened())
-            yield
 
     def has_any(self, parameters: Sequence[Tensor]) -> bool:
         """Whether one of ``parameters`` is the model's."""
@@ -174,14 +174,6 @@ class Run:
         releases = any(isinstance(one, Update) and one.releases_gradients for one in self.updates)
         return releases or bool(self.sharded and self.updates)
 
-    def refuse_in_backward(self, what: str, instead: str = "") -> None:
-        """Raises: ConfigurationError: an update is made in backward, and ``what`` comes after it."""
-        for update, form in self.updates.items():
-            if form.outcome is not Phase.REDUCED:
-                raise ConfigurationError(
-                    f"{what}, but {update!r} has made the update in backward by then: use {form.deferred_code}{instead}"
-                )
-
     def consolidate(self) -> None:
         """Gather divided states on rank 0, whose ``state_dict()`` a framework saves; every rank calls it."""
         for zero in self.sharded:
@@ -192,15 +184,6 @@ class Run:
         if self.registration is not None:
             self.registration.remove()
             self.registration = None
-
-
-def _defer_updates(stage: Stage, late: str) -> None:
-    """Have ``step()`` make the updates in ``stage``, where that was not ruled out: gradients are used ``late``."""
-    for update in walk(stage):
-        if isinstance(update, Update) and not update.form.is_deferred:
-            update.defer()
-            if update.form.is_deferred:
-                _logger.info("%s: the update of the chain is %r", late, update)
 
 
 def _overlapped(optimizer: Optimizer) -> Optimizer:

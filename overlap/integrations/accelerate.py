@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -23,7 +22,6 @@ with needs("accelerate"):
 __all__ = ["prepare", "remove"]
 
 _ATTACHED = "_overlap_attached"
-_SCALES = "mixed_precision='fp16' decides after backward whether to step"
 
 
 def prepare(
@@ -81,7 +79,13 @@ def remove(accelerator: Accelerator) -> None:
 
 
 def attach(
-    accelerator: Accelerator, model: nn.Module, accelerated: Sequence[Any], recipe: Recipe, *, late: str = ""
+    accelerator: Accelerator,
+    model: nn.Module,
+    accelerated: Sequence[Any],
+    recipe: Recipe,
+    *,
+    late: str = "",
+    instead: str = "",
 ) -> Run:
     """Carry out ``recipe`` on what ``accelerator.prepare`` has returned; its optimizers then step what is registered.
 
@@ -90,7 +94,7 @@ def attach(
         model: prepared.
         accelerated: its prepared optimizers.
         recipe: what to register.
-        late: as of :class:`Run`; a scaler's is known here.
+        late, instead: as of :class:`Run`; a scaler's are known here.
 
     Raises:
         ConfigurationError: as :func:`prepare`.
@@ -98,13 +102,9 @@ def attach(
     _check_kind(accelerator)
     attached = Attached.to(accelerator)
     attached.detach_freed(also=accelerated)
-    late = late or (_SCALES if accelerator.scaler is not None else "")
-    run = Run(recipe, model, [unwrapped(one) for one in accelerated], late=late)
-    try:
-        _check_run(accelerator, run)
-    except ConfigurationError:
-        run.remove()
-        raise
+    if not late and accelerator.scaler is not None:
+        late, instead = "mixed_precision='fp16' decides after backward whether to step", ", or 'bf16'"
+    run = Run(recipe, model, [unwrapped(one) for one in accelerated], late=late, instead=instead)
     attached.add(run, accelerated)
     return run
 
@@ -117,7 +117,6 @@ class Attached:
         self._holders: dict[Run, list[Any]] = {}
         self._folder = ""
         accelerator.clip_grad_norm_ = self._clip_norm(accelerator.clip_grad_norm_)
-        accelerator.clip_grad_value_ = self._clip_value(accelerator.clip_grad_value_)
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._note_folder)
         accelerator.load_state = self._load_state(accelerator.load_state)
@@ -161,57 +160,27 @@ class Attached:
                 self.detach(run)
 
     def _clip_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """For gradients that are there until ``step()``; those of a divided optimizer are clipped by its own method."""
+        """Gradients of a divided optimizer are clipped by its own method; those that cannot be changed say so."""
 
         @wraps(clip)
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
             wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            runs = [run for run in self.runs if run.has_any(wanted)]
-            if max_norm != float("inf"):
-                for run in runs:
-                    run.refuse_in_backward(
-                        f"clip_grad_norm_(..., {max_norm}) comes after backward",
-                        f", or leave it out and put ClipGradNorm({max_norm}) into the chain",
+            updating = [run for run in self.runs if run.updates and run.has_any(wanted)]
+            if sharded := [zero for run in updating for zero in run.sharded]:
+                covered = {id(parameter) for group in sharded[0].param_groups for parameter in group["params"]}
+                if len(sharded) > 1 or {id(parameter) for parameter in wanted if parameter.requires_grad} != covered:
+                    raise ConfigurationError(
+                        "clip_grad_norm_ of a divided optimizer takes all of its parameters, and no others: give them, "
+                        "or use ClipGradNorm in the chain"
                     )
-            if not any(run.sharded and run.updates for run in runs):
-                if not any(run.makes_updates_in_backward for run in runs):
-                    return clip(wanted, max_norm, norm_type)
-                gradients = [parameter.grad for parameter in wanted if parameter.grad is not None]
-                return get_total_norm(gradients, norm_type)  # Gradients are read-only.
-            if len(runs) > 1 or len(runs[0].optimizers) > 1:
-                raise ConfigurationError("clip_grad_norm_ of several divided optimizers: use ClipGradNorm in the chain")
-            zero = runs[0].sharded[0]
-            covered = {id(parameter) for group in zero.param_groups for parameter in group["params"]}
-            if {id(parameter) for parameter in wanted if parameter.requires_grad} != covered:
-                raise ConfigurationError(
-                    "clip_grad_norm_ of a part of a divided optimizer's parameters: give it all, or use ClipGradNorm "
-                    "in the chain"
-                )
-            if max_norm == float("inf"):
-                runs[0].refuse_in_backward(
-                    "the norm of gradients is asked for after backward, when a rank has its share alone"
-                )
-            self._accelerator.unscale_gradients()
-            return zero.clip_grad_norm_(max_norm, norm_type)
+                self._accelerator.unscale_gradients()
+                return sharded[0].clip_grad_norm_(max_norm, norm_type)
+            if max_norm == float("inf") and any(run.makes_updates_in_backward for run in updating):
+                # They are read-only.
+                return get_total_norm([one.grad for one in wanted if one.grad is not None], norm_type)
+            return clip(wanted, max_norm, norm_type)
 
         return clip_grad_norm_
-
-    def _clip_value(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(clip)
-        def clip_grad_value_(parameters: Any, clip_value: float) -> Any:
-            wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            runs = [run for run in self.runs if run.has_any(wanted)]
-            for run in runs:
-                run.refuse_in_backward(
-                    f"clip_grad_value_(..., {clip_value}) comes after backward",
-                    f", or bucket.buffer.clamp_(-{clip_value}, {clip_value}) in a function after the reducer",
-                )
-            with ExitStack() as opened:
-                for run in runs:
-                    opened.enter_context(run.parts_opened())
-                return clip(wanted, clip_value)
-
-        return clip_grad_value_
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         self.detach_freed()
@@ -275,11 +244,3 @@ def _step_that_tells_of_skips(outer: Any) -> Callable[..., None]:
             outer._is_overflow = outer.scaler.get_scale() < before
 
     return telling_step
-
-
-def _check_run(accelerator: Accelerator, run: Run) -> None:
-    if accelerator.scaler is not None:
-        run.refuse_in_backward(_SCALES, ", or 'bf16'")
-    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch") and accelerator.gradient_accumulation_steps > 1:
-        steps = accelerator.gradient_accumulation_steps
-        run.refuse_in_backward(f"sync_each_batch=True reduces each batch, and steps every {steps} batches")

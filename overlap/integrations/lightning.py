@@ -75,6 +75,8 @@ class OverlapStrategy(DDPStrategy):
         super().__init__(**options)
         self._recipe = Recipe(chain, local_sgd)
         self._run: Run | None = None
+        self._last: dict[str, Any] | None = None
+        """This rank's state at the end of a fit, for a checkpoint after it."""
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -82,15 +84,14 @@ class OverlapStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         # The trainer's use of gradients after backward, and how else a user can have it than by a deferred update.
-        late: dict[str, str] = {}
+        late = instead = ""
         if clip := trainer.gradient_clip_val:
+            late = f"gradient_clip_val={clip} clips after backward"
             instead = f", or leave gradient_clip_val out and put ClipGradNorm({clip}) into the chain"
-            late[f"gradient_clip_val={clip} clips after backward"] = instead
-        if self._scaler is not None:
-            late["precision='16-mixed' decides after backward whether to step"] = ", or 'bf16-mixed'"
-        self._run = Run(self._recipe, self.model, self.optimizers, late=next(iter(late), ""))
-        for what, instead in late.items():
-            self._run.refuse_in_backward(what, instead)
+        elif self._scaler is not None:
+            late, instead = "precision='16-mixed' decides after backward whether to step", ", or 'bf16-mixed'"
+        self._last = None
+        self._run = Run(self._recipe, self.model, self.optimizers, late=late, instead=instead)
         self.optimizers = self._run.optimizers
         if self._run.updates or self._run.is_local:
             self.precision_plugin.clip_gradients = self._clip
@@ -102,7 +103,7 @@ class OverlapStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self._run is not None and self._run.registration is not None:  # The end of a fit, not of a test after it.
             with suppress(OverlapError):  # After a failure there is nothing to save.
-                self._run.state.freeze()
+                self._last = self._run.state.rank_state_dict()
             self._run.remove()
             self.precision_plugin.__dict__.pop("clip_gradients", None)
         super().teardown()
@@ -126,40 +127,24 @@ class OverlapStrategy(DDPStrategy):
         if gradient_clip_algorithm == GradClipAlgorithmType.NORM and is_divided:
             inner.clip_grad_norm_(clip_val)  # In the model's order; whole gradients are clipped in the optimizer's.
             return
-        with self._run.parts_opened():
-            Precision.clip_gradients(self.precision_plugin, optimizer, clip_val, gradient_clip_algorithm)
+        Precision.clip_gradients(self.precision_plugin, optimizer, clip_val, gradient_clip_algorithm)
 
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._run is not None and "optimizer_states" in checkpoint:  # Not one of weights alone.
             module: Any = self.lightning_module
-            # Slurm's signal may come anywhere, and Lightning saves there and then.
-            is_alone = module.trainer.interrupted or Path(filepath).name.startswith("hpc_ckpt_")
-            checkpoint = {**checkpoint, **(self._of_this_rank_alone() if is_alone else self._remembered())}
+            if module.trainer.interrupted or Path(filepath).name.startswith("hpc_ckpt_"):
+                # After an exception, or at Slurm's signal: the other ranks may be elsewhere, and would not take part.
+                warnings.warn(
+                    "this checkpoint was saved because of an exception or a signal, without the state of stages, and "
+                    "perhaps in the middle of a step: a run that resumes from it may differ from an uninterrupted one; "
+                    "checkpoints of ModelCheckpoint are complete",
+                    stacklevel=2,
+                )
+            elif remembers(own := self._run.state.rank_state_dict() if self._last is None else self._last):
+                checkpoint = {**checkpoint, **self._run.state.gathered(own)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _remembered(self) -> dict[str, Any]:
-        assert self._run is not None
-        own = self._run.state.rank_state_dict()
-        return self._run.state.gathered(own) if remembers(own) else {}
-
-    def _of_this_rank_alone(self) -> dict[str, Any]:
-        """Nothing, with a warning: the other ranks may be elsewhere, and would not take part in a gather."""
-        assert self._run is not None
-        lost = ""
-        try:
-            if remembers(self._run.state.rank_state_dict()):
-                lost = "without the state of stages"
-        except OverlapError:
-            lost = "between backward and step(), with a part of that step in it"
-        if lost:
-            warnings.warn(
-                f"this checkpoint was saved because of an exception or a signal, {lost}: a run that resumes from it "
-                "will differ from an uninterrupted one; checkpoints of ModelCheckpoint are complete",
-                stacklevel=2,
-            )
-        return {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         own = {_KEY: checkpoint[_KEY]} if _KEY in checkpoint else None

@@ -97,10 +97,9 @@ def prepare(
     )
     ddp.broadcast_buffers = False  # As in torchft's DDP, each replica has its own. The argument of this name warns.
     vars(ddp)["join_hook"] = _refuse_join
-    run = Run(Recipe(_checked(chain)), ddp, [optimizer])
+    run = Run(Recipe(_checked(chain)), ddp, [optimizer], late=_COMMITS)
     assert run.registration is not None, "a chain was given"
     try:
-        run.refuse_in_backward(_COMMITS)
         return ddp, ManagedOptimizer(manager, run, group, run.registration.stage)
     except BaseException:
         run.remove()

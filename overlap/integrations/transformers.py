@@ -105,14 +105,15 @@ class OverlapCallback(TrainerCallback):
         resume, trainer.overlap_resume = trainer.overlap_resume, None
         if trainer.overlap_recipe == Recipe():
             return
-        late = f"max_grad_norm={args.max_grad_norm} clips after backward" if args.max_grad_norm else ""
-        run = attach(trainer.accelerator, trainer.model_wrapped, [trainer.optimizer], trainer.overlap_recipe, late=late)
-        trainer.overlap_run = run
-        if late:
-            run.refuse_in_backward(
-                late,
-                f", or give max_grad_norm=0 and put ClipGradNorm({args.max_grad_norm}) into the chain",
-            )
+        norm = args.max_grad_norm
+        run = trainer.overlap_run = attach(
+            trainer.accelerator,
+            trainer.model_wrapped,
+            [trainer.optimizer],
+            trainer.overlap_recipe,
+            late=f"max_grad_norm={norm} clips after backward" if norm else "",
+            instead=f", or give max_grad_norm=0 and put ClipGradNorm({norm}) into the chain",
+        )
         if resume is not None:
             load_files(resume, args.process_index, [run])
 

@@ -9,7 +9,6 @@ check_imported_as(__name__, "overlap.optim")
 if TYPE_CHECKING:
     from overlap.optim.declared import declare
     from overlap.optim.local_sgd import (
-        Average,
         HierarchicalModelAverager,
         LocalSGD,
         ModelAverager,
@@ -42,7 +41,6 @@ else:
     _PARTS = {
         "declared": ("declare",),
         "local_sgd": (
-            "Average",
             "HierarchicalModelAverager",
             "LocalSGD",
             "ModelAverager",
@@ -74,7 +72,6 @@ else:
     __getattr__, __dir__ = lazy_names(__name__, _PARTS)
 
 __all__ = [
-    "Average",
     "FunctionalAdadelta",
     "FunctionalAdagrad",
     "FunctionalAdam",

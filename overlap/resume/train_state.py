@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, told
+from overlap._checks import as_list, check_ddp, is_one_of, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
-from overlap.ranks.board import agree, of_all_ranks, on_rank
+from overlap.ranks.board import agree, of_all_ranks
 from overlap.resume.state import Optim, Run, stage_of
 
 __all__ = ["TrainState", "remembers"]
@@ -41,8 +41,6 @@ class TrainState:
         omit: ``"model"``, ``"optimizer"`` or both, if they are the same on all ranks and the framework saves and loads
             them itself, before this. With both omitted, a state in which no stage remembers anything loads at any
             number of ranks and with any stages.
-        writer: the rank of the model's group that writes the file, if it is always the same: on the others
-            :meth:`state_dict` then returns an empty dict, and they need no memory for all states.
 
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
     >>> chain(AllReduce(), Step(optim)).register(ddp)
@@ -52,25 +50,15 @@ class TrainState:
     """
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        optim: Optim = None,
-        *,
-        omit: Collection[str] = frozenset(),
-        writer: int | None = None,
+        self, ddp: DistributedDataParallel, optim: Optim = None, *, omit: Collection[str] = frozenset()
     ) -> None:
         names = [omit] if (given := as_list(omit)) is None else given
         if unknown := [name for name in names if not is_one_of(name, "model", "optimizer")]:
             raise ConfigurationError(f'omit names "model", "optimizer" or both, got {told(unknown)}')
         self._ddp, self._optim, self._omit = check_ddp(ddp), optim, frozenset(names)
-        ranks = self._ddp.process_group.size()
-        if writer is not None and check_whole_number("writer", writer, least=0) >= ranks:
-            raise ConfigurationError(f"writer is a rank of the model's group, 0 to {ranks - 1}, got {told(writer)}")
-        self._writer = writer
-        self._frozen: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, as bytes: the same on every rank, or on the writer alone.
+        """The states of all ranks, as bytes: the same on every rank.
 
         Communication: two gathers on the model's process group, the second of all that ranks do not have alike.
 
@@ -87,10 +75,8 @@ class TrainState:
         digests = of_all_ranks({key: hashlib.sha256(part).hexdigest() for key, part in own.items()}, group)
         shared = {key for key in own if len({one[key] for one in digests}) == 1}
         alone = {key: part for key, part in own.items() if key not in shared}
-        of_ranks = of_all_ranks(alone, group) if self._writer is None else on_rank(self._writer, alone, group)
-        if not of_ranks:
-            return {}
-        return {_KEY: _to_bytes({"shared": {key: own[key] for key in sorted(shared)}, "own": of_ranks})}
+        whole = {"shared": {key: own[key] for key in sorted(shared)}, "own": of_all_ranks(alone, group)}
+        return {_KEY: _to_bytes(whole)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state of what :meth:`state_dict` returned, on any number of ranks.
@@ -115,8 +101,6 @@ class TrainState:
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
-        if self._frozen is not None:
-            return self._frozen
         return Run(self._ddp, self._optim, "state_dict").state_dict(omit=self._omit)
 
     def load_rank_state_dict(self, parts: Mapping[str, Any]) -> None:
@@ -148,15 +132,6 @@ class TrainState:
             if not one.children and one.state_dict():
                 with suppress(ConfigurationError):  # One that has a state from the start keeps it.
                     one.load_state_dict({})
-
-    def freeze(self) -> None:
-        """Take this rank's state now: :meth:`state_dict` returns it also when the stages are registered no more.
-
-        Raises:
-            TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
-        """
-        self._frozen = None
-        self._frozen = self.rank_state_dict()
 
 
 def remembers(parts: Mapping[str, Any]) -> bool:

@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +33,7 @@ from overlap.hooks.stage import walk
 from overlap.ranks.board import of_all_ranks
 from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, check_picture, save_reports
 
-__all__ = ["Clock", "EventClock", "Recorder", "StepRecord", "Timeline", "clock_for", "read_steps", "synchronized"]
+__all__ = ["Clock", "EventClock", "Recorder", "StepRecord", "Timeline", "clock_for", "read_steps"]
 
 # Collectives of an update that make the mean; all others that it issues gather parameters.
 _REDUCES = frozenset({"all_reduce", "reduce_scatter"})
@@ -118,7 +117,7 @@ class Timeline:
 
     @property
     def steps(self) -> tuple[StepReport, ...]:
-        """This rank's own steps; issues nothing, and ``start_ms`` is from the start of the first of them."""
+        """This rank's own steps; issues nothing."""
         if self._recorder is None or self._is_recording:
             raise TrainingLoopError("a Timeline has its steps when its `with` block is over")
         return read_steps(self._recorder.steps, self._recorder.clock, self._kinds, rank=self._ddp.process_group.rank())
@@ -132,11 +131,8 @@ class Timeline:
             TrainingLoopError: the block is not over.
         """
         if self._report is None:
-            steps = self.steps
-            assert self._recorder is not None
-            records, clock = self._recorder.steps, self._recorder.clock
-            own = clock.calendar_ns(records[0].start) if records else None, steps
-            self._report = Report(title=self._title, ranks=synchronized(of_all_ranks(own, self._ddp.process_group)))
+            ranks = of_all_ranks(self.steps, self._ddp.process_group)
+            self._report = Report(title=self._title, ranks=tuple(ranks))
         return self._report
 
     def save(self, path: str | Path) -> None:
@@ -153,9 +149,6 @@ class Clock:
     is_host = True
     """Whether a thread may take a mark when a collective completes."""
 
-    def __init__(self) -> None:
-        self._epoch_ns = time.time_ns() - time.perf_counter_ns()
-
     def now(self) -> Any:
         """A mark for this moment (on an accelerator: when the current stream gets to it)."""
         return time.perf_counter_ns()
@@ -167,10 +160,6 @@ class Clock:
         """From one mark to another; the closer they are, the finer it is."""
         return float(end - start) / 1e6
 
-    def calendar_ns(self, mark: Any) -> int:
-        """The time of a mark, in ns since the Unix epoch."""
-        return mark + self._epoch_ns  # type: ignore[no-any-return]
-
 
 class EventClock(Clock):
     """Marks are events on the current stream of ``device``."""
@@ -179,10 +168,6 @@ class EventClock(Clock):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._origin = self.now()
-        # The one wait of the recording, before its first step: it ties the device's time to the host's.
-        self._origin.synchronize()
-        self._origin_ns = time.time_ns()
 
     def now(self) -> Any:
         return recorded_event(self._device, is_timed=True)
@@ -193,9 +178,6 @@ class EventClock(Clock):
     def elapsed_ms(self, start: Any, end: Any) -> float:
         # A float32: in steps of 0.00003 ms within half a second, and of 0.06 ms over ten minutes.
         return start.elapsed_time(end)  # type: ignore[no-any-return]
-
-    def calendar_ns(self, mark: Any) -> int:
-        return self._origin_ns + round(1e6 * self.elapsed_ms(self._origin, mark))
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -424,14 +406,10 @@ def _roles_of(root: Stage) -> dict[str, Role]:
 def read_steps(
     records: Sequence[StepRecord], clock: Clock, roles: Mapping[str, Role], *, rank: int
 ) -> tuple[StepReport, ...]:
-    """Each step with times from its own start; ``start_ms`` is from the start of the first."""
+    """Each step with times from its own start."""
     clock.settle()
-    # Step by step, since a clock may measure a long time less finely.
-    starts_ms = [0.0]
-    for before, after in pairwise(records):
-        starts_ms.append(starts_ms[-1] + clock.elapsed_ms(before.start, after.start))
     steps = []
-    for number, (record, start_ms) in enumerate(zip(records, starts_ms, strict=False)):
+    for number, record in enumerate(records):
         if record.end is None:
             continue  # The recording was broken off inside of it.
 
@@ -440,20 +418,9 @@ def read_steps(
 
         phases = tuple(Phase(read(start), read(end), name) for name, start, end in record.phases)
         buckets = tuple(_read_bucket(bucket, read, roles) for bucket in record.buckets)
-        length_ms = read(record.end)
-        steps.append(
-            StepReport(rank=rank, step=number, start_ms=start_ms, step_ms=length_ms, phases=phases, buckets=buckets)
-        )
+        step_ms = read(record.end)
+        steps.append(StepReport(rank=rank, step=number, step_ms=step_ms, phases=phases, buckets=buckets))
     return tuple(steps)
-
-
-def synchronized(ranks: Sequence[tuple[int | None, tuple[StepReport, ...]]]) -> tuple[tuple[StepReport, ...], ...]:
-    """The steps of each rank, given with the start of its first, with ``start_ms`` from the first of any rank."""
-    origin_ns = min((start_ns for start_ns, _ in ranks if start_ns is not None), default=0)
-    return tuple(
-        tuple(replace(step, start_ms=step.start_ms + ((start_ns or 0) - origin_ns) / 1e6) for step in steps)
-        for start_ns, steps in ranks
-    )
 
 
 def _read_bucket(bucket: _BucketRecord, read: Callable[[Any], float], roles: Mapping[str, Role]) -> BucketReport:

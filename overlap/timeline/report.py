@@ -157,8 +157,6 @@ class StepReport:
     rank: int
     step: int
     """0 for the first that was recorded."""
-    start_ms: float
-    """From the start of the first step of any rank."""
     step_ms: float
     phases: tuple[Phase, ...]
     buckets: tuple[BucketReport, ...]
@@ -351,7 +349,7 @@ def save_reports(reports: Mapping[str, Report], path: str | Path) -> None:
     for axes, (title, steps) in zip(rows, panels.items(), strict=True):
         axes.set_title(title, fontsize=10, loc="left")
         shown |= _draw(axes, steps)
-    rows[-1].set_xlabel("ms from the start of the first rank's step; numbers: buckets; triangles: gradients are ready")
+    rows[-1].set_xlabel("ms from the start of each rank's step; numbers: buckets; triangles: gradients are ready")
     handles = [Patch(color=color, label=meaning) for meaning, color in _COLORS.items() if meaning in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=9, frameon=False)
     figure.savefig(path)
@@ -359,23 +357,21 @@ def save_reports(reports: Mapping[str, Report], path: str | Path) -> None:
 
 def _draw(axes: Any, steps: Sequence[StepReport]) -> set[str]:
     """One step on each of its ranks; returns the meanings of its bars."""
-    origin_ms = min(step.start_ms for step in steps)
     meanings = set()
     for rank, step in enumerate(steps):
-        shift_ms, top = step.start_ms - origin_ms, len(_LANES) * rank
+        top = len(_LANES) * rank
         for lane, bars in enumerate((_computed(step), _activities(step, True), _activities(step, False))):
             for meaning, one, index in bars:
                 meanings.add(meaning)
                 # Buckets in flight at the same time, one above the other.
                 height = 0.8 if index is None else 0.4
                 place = top + lane - 0.4 + (height * (index % 2) if index is not None else 0.0)
-                left_ms = shift_ms + one.start_ms
-                axes.broken_barh([(left_ms, one.duration_ms)], (place, height), facecolors=_COLORS[meaning])
+                axes.broken_barh([(one.start_ms, one.duration_ms)], (place, height), facecolors=_COLORS[meaning])
                 if index is not None and one.duration_ms > 0.01 * step.step_ms:
-                    axes.text(left_ms, place + height / 2, f" {index}", va="center", fontsize=7)
-        ready_ms = [shift_ms + bucket.ready_ms for bucket in step.buckets]
+                    axes.text(one.start_ms, place + height / 2, f" {index}", va="center", fontsize=7)
+        ready_ms = [bucket.ready_ms for bucket in step.buckets]
         axes.plot(ready_ms, [top - 0.5] * len(ready_ms), ls="", marker="v", ms=4, color="black")
-        axes.axvline(shift_ms + step.step_ms, color="black", lw=1, ls="--")
+        axes.axvline(step.step_ms, color="black", lw=1, ls="--")
     labels = [f"rank {step.rank}  {lane}" for step in steps for lane in _LANES]
     axes.set_yticks(range(len(labels)), labels, fontsize=9)
     axes.set_ylim(len(labels) - 0.5, -0.7)

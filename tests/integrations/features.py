@@ -44,9 +44,10 @@ def _row(default: str = PLAIN, *, of: tuple[str, ...] = _EVERY, **others: str | 
     return {form: row[form] for form in FORMS if form in row}
 
 
-_LATE_NORM = Refused("clips after backward", "clip_grad_norm_(..., 0.05) comes after backward")
-_LATE_VALUE = Refused("clips after backward", "clip_grad_value_(..., 0.01) comes after backward")
-_SYNC = Refused("steps every k batches", "sync_each_batch=True reduces each batch, and steps every 3 batches")
+_LATE = Refused("clips after backward", "cannot be changed after backward")
+_LATE_ZERO = Refused("clips after backward", "zero.clip_grad_norm_() after backward")
+_PARTS = Refused("a rank has its part of a gradient alone", "neither be read nor changed after backward")
+_SYNC = Refused("steps every k batches", "a second backward began before")
 _ADDS = Refused("`ZeroStep` cannot add backwards up", "a second backward began before")
 
 _DEFERRED = ("deferred",)
@@ -60,16 +61,13 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         "`accumulate_grad_batches=3`": _row(),
         "`gradient_clip_val`": _row(**_SUMMED),
         "clipping in the chain": _row(of=_DEFERRED, zero_deferred=ROUNDED),
-        '`gradient_clip_val`, `gradient_clip_algorithm="value"`': _row(of=_FEW, zero_deferred=PLAIN),
+        '`gradient_clip_val`, `gradient_clip_algorithm="value"`': _row(of=("interleaved", "local"), zero=_PARTS),
         '`precision="bf16-mixed"`': _row(of=_FEW),
         '`precision="16-mixed"`, with skipped updates': _row(of=_WITHOUT_REDUCER),
         '`precision="16-mixed"`, `gradient_clip_val`': _row(of=_WITHOUT_REDUCER, **_SUMMED),
         "manual optimization": _row(of=_FEW),
         "two optimizers, manual: a GAN with `skip_update()`": _row(of=_WITHOUT_LOCAL),
         "`validate`, `fit`, `test`, `predict`, `fit` of one trainer": _row(),
-        "`LearningRateFinder`": _row(of=_FEW),
-        "`StochasticWeightAveraging`, `EMAWeightAveraging`": _row(of=_FEW),
-        "a checkpoint, resumed": _row(SAME_RUN, of=_FEW, powersgd=SAME_RUN),
         "a checkpoint within an epoch, resumed": _row(SAME_RUN, powersgd=SAME_RUN),
         "a checkpoint within an accumulation, resumed": _row(of=_FEW),
         "a checkpoint, resumed in plain Lightning": _row(of=("interleaved", "zero")),
@@ -81,8 +79,8 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         "`accumulate`, `sync_each_batch=True`": _row(
             of=("deferred", "local"), interleaved=_SYNC, zero=_SYNC, zero_deferred=_ADDS
         ),
-        "`clip_grad_norm_`": _row(interleaved=_LATE_NORM, zero=_LATE_NORM, zero_deferred=ROUNDED),
-        "`clip_grad_value_`": _row(interleaved=_LATE_VALUE, zero=_LATE_VALUE),
+        "`clip_grad_norm_`": _row(interleaved=_LATE, zero=_LATE_ZERO, zero_deferred=ROUNDED),
+        "`clip_grad_value_`": _row(interleaved=_LATE, zero=_PARTS, zero_deferred=_PARTS),
         '`mixed_precision="bf16"`': _row(of=_FEW),
         '`mixed_precision="fp16"`, with skipped updates': _row(),
         '`mixed_precision="fp16"`, `clip_grad_norm_`': _row(**_SUMMED),
@@ -95,13 +93,11 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         "`overlap.Join`, with `even_batches=False`": _row(JOINED, of=_FEW),
     },
     "HF Trainer": {
-        "BERT, `max_grad_norm=0`": _row(),
-        "GPT-2, `max_grad_norm=0`": _row(of=("interleaved",)),
+        "`max_grad_norm=0`": _row(),
         "`max_grad_norm`": _row(**_SUMMED),
         "`max_grad_norm` and `ddp_find_unused_parameters` as by default": _row(of=("interleaved", "local")),
         "`gradient_accumulation_steps=3`": _row(of=_FEW),
         "`bf16=True`": _row(of=_FEW),
-        "`gradient_checkpointing=True`": _row(of=("interleaved",)),
         "evaluation, and the best model loaded at the end": _row(of=_FEW),
         "`train()` after one that failed": _row(of=_FEW),
         "`auto_find_batch_size=True`, at the second attempt": _row(of=_FEW),

@@ -99,31 +99,6 @@ def _gan(form: str, folder: str) -> Any:
     return {key: [value, of_critic[key]] if key == "state" else value for key, value in left.items()}
 
 
-def _found_rate(form: str, folder: str) -> Any:
-    from lightning.pytorch.callbacks import LearningRateFinder
-
-    module = module_of(form)
-    finder = LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=25, early_stop_threshold=None)
-    trainer = trainer_of(form, callbacks=[finder], default_root_dir=folder)
-    trainer.fit(module, loader_of(), loader_of(2))
-    assert module.lr != 1e-2
-    return {**left_by(trainer, module), "found": module.lr}
-
-
-def _averaged(form: str, folder: str) -> Any:
-    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-
-    module = module_of(form)
-    callbacks = [StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=1)]
-    trainer = trainer_of(form, callbacks=callbacks, max_epochs=3)
-    trainer.fit(module, loader_of(), loader_of(2))
-    left = left_by(trainer, module)
-    module = module_of(form)
-    trainer = trainer_of(form, callbacks=[EMAWeightAveraging(decay=0.9)])
-    trainer.fit(module, loader_of(), loader_of(2))
-    return {**left, "moving average": left_by(trainer, module)["model"]}
-
-
 def _fit(
     form: str,
     epochs: int,
@@ -149,15 +124,6 @@ def _fit(
     if is_saved_to is not None:
         trainer.save_checkpoint(is_saved_to)
     return trainer, module
-
-
-def _resumed(form: str, folder: str) -> Any:
-    whole = left_by(*_fit(form, 3))
-    path = f"{folder}/{form}.ckpt"
-    _fit(form, 1, is_saved_to=path)
-    resumed = left_by(*_fit(form, 3, resume=path))
-    whole["losses"] = whole["losses"][BATCHES:]
-    return resumed, whole
 
 
 def _resumed_within_an_epoch(form: str, folder: str) -> Any:
@@ -199,9 +165,6 @@ def _resumed_from_plain(form: str, folder: str) -> Any:
 SPECIAL: dict[str, Callable[[str, str], Any]] = {
     "`validate`, `fit`, `test`, `predict`, `fit` of one trainer": _everything,
     "two optimizers, manual: a GAN with `skip_update()`": _gan,
-    "`LearningRateFinder`": _found_rate,
-    "`StochasticWeightAveraging`, `EMAWeightAveraging`": _averaged,
-    "a checkpoint, resumed": _resumed,
     "a checkpoint within an epoch, resumed": _resumed_within_an_epoch,
     "a checkpoint within an accumulation, resumed": _resumed_within_an_accumulation,
     "a checkpoint, resumed in plain Lightning": _resumed_in_plain,

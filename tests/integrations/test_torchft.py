@@ -201,13 +201,15 @@ def _refusals(rank: int, world_size: int, address: str) -> dict[str, str]:
         return overlap.Step(optimizer, deferred=True)
 
     chains: dict[str, Any] = {
-        "interleaved": lambda o: overlap.chain(overlap.AllReduce(), overlap.Step(o)),
+        "interleaved": lambda o: overlap.chain(overlap.AllReduce(), overlap.Step(o, deferred=False)),
         "automatic": lambda o: overlap.chain(overlap.AllReduce(), overlap.Step(o.optimizer, deferred=True)),
         "hook": lambda o: overlap.chain(overlap.as_stage(torch_hook, None), deferred(o)),
     }
     for what, chain in chains.items():
         refused(what, lambda chain=chain: prepared(chain))
     plain = overlap.AllReduce()
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    refused("a stage that updates", lambda: prepared(overlap.chain(plain, overlap.Step(sgd))))
     refused("static_graph", lambda: prepared(plain, static_graph=True))
     ddp, optimizer = prepared(overlap.PowerSGD(rank=1))
     refused("second model", lambda: prepared(plain))
@@ -239,6 +241,7 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
     expected = {
         "interleaved": "use Step(optimizer, deferred=True)",
         "automatic": "use an OverlappedOptimizer",
+        "a stage that updates": "has made the update in backward by then",
         "hook": "use a stage",
         "static_graph": "rebuild its buckets",
         "async quorum": "use_async_quorum=False",

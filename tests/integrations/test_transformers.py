@@ -17,24 +17,18 @@ from transformers import TrainerCallback
 SAVED_AFTER = 3
 
 
-def _model(kind: str) -> nn.Module:
+def _model() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
     torch.manual_seed(0)
-    if kind == "BERT":
-        from transformers import BertConfig, BertForSequenceClassification
-
-        small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        return BertForSequenceClassification(
-            BertConfig(vocab_size=64, max_position_embeddings=16, num_labels=3, **small)
-        )
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=16, num_labels=3, **small))
 
 
-def _data(kind: str) -> list[dict[str, torch.Tensor]]:
+def _data() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(64, (28, 12), generator=generator)
-    labels = torch.randint(3, (28,), generator=generator) if kind == "BERT" else tokens
+    labels = torch.randint(3, (28,), generator=generator)
     return [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
 
 
@@ -47,9 +41,7 @@ class _Losses:
         return loss
 
 
-def _trainer(
-    form: str, kind: str, folder: str, *, clip: float | None = None, is_resumed: bool = False, **options: Any
-) -> Any:
+def _trainer(form: str, folder: str, *, clip: float | None = None, is_resumed: bool = False, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from overlap.integrations.transformers import OverlapMixin
@@ -70,7 +62,7 @@ def _trainer(
     arguments = {name: value for name, value in arguments.items() if value != "default"}
     args = TrainingArguments(folder, use_cpu=True, ddp_backend="gloo", ddp_bucket_cap_mb=1, **arguments)
     assert args.world_size == 2
-    model, data = _model(kind), _data(kind)
+    model, data = _model(), _data()
     if form == "plain":
         return type("PlainTrainer", (_Losses, Trainer), {})(model, args, train_dataset=data, eval_dataset=data[:8])
     options = options_of(form, clip=clip, is_resumed=is_resumed)
@@ -83,7 +75,6 @@ def _left(trainer: Any) -> dict[str, Any]:
 
 
 def _play(feature: str, form: str, folder: str) -> Any:
-    kind = "GPT-2" if "GPT-2" in feature else "BERT"
     folder = f"{folder}/{form}"
     if "plain Trainer" in feature:
         return _resumed_across(form, folder, is_saved_by_plain=feature.startswith("a checkpoint of the plain"))
@@ -98,14 +89,12 @@ def _play(feature: str, form: str, folder: str) -> Any:
         options["gradient_accumulation_steps"] = 3
     elif feature == "`bf16=True`":
         options["bf16"] = True
-    elif feature == "`gradient_checkpointing=True`":
-        options["gradient_checkpointing"] = True
     elif feature.startswith("evaluation"):
         options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
         options |= {"load_best_model_at_end": True}
     elif feature.startswith("`auto_find_batch_size"):
         options["auto_find_batch_size"] = True
-    trainer = _trainer(form, kind, folder, **options)
+    trainer = _trainer(form, folder, **options)
     if "attempt" in feature:
         trainer.add_callback(_FailsOnce(RuntimeError("CUDA out of memory.")))
     if feature == "`train()` after one that failed":
@@ -131,19 +120,19 @@ class _FailsOnce(TrainerCallback):
 def _resumed_across(form: str, folder: str, *, is_saved_by_plain: bool) -> Any:
     saving = {"save_strategy": "steps", "save_steps": SAVED_AFTER}
     saved_by, loaded_by = ("plain", form) if is_saved_by_plain else (form, "plain")
-    _trainer(saved_by, "BERT", folder, **saving).train()
-    trainer = _trainer(loaded_by, "BERT", folder, **saving)
+    _trainer(saved_by, folder, **saving).train()
+    trainer = _trainer(loaded_by, folder, **saving)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED_AFTER}")
     return _left(trainer)
 
 
 def _resumed(form: str, folder: str) -> Any:
     saving = {"save_strategy": "steps", "save_steps": SAVED_AFTER, "is_resumed": True}
-    trainer = _trainer(form, "BERT", folder, **saving)
+    trainer = _trainer(form, folder, **saving)
     trainer.train()
     whole = _left(trainer)
     whole["losses"] = whole["losses"][SAVED_AFTER:]
-    again = _trainer(form, "BERT", folder, **saving)
+    again = _trainer(form, folder, **saving)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED_AFTER}")
     return _left(again), whole
 

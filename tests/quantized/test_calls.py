@@ -129,6 +129,9 @@ REFUSED: dict[str, Callable[[int], Any]] = {
     "PRODUCT cannot be quantized": lambda ranks: auto_quantize(dist.all_reduce, DQuantType.INT8)(
         torch.ones(1), dist.ReduceOp.PRODUCT
     ),
+    "done when it returns: leave async_op out": lambda ranks: auto_quantize(dist.all_reduce, DQuantType.INT8)(
+        torch.ones(1), async_op=True
+    ),
     "cannot be split evenly": lambda ranks: _all_to_all(torch.ones(ranks + 1), torch.ones(ranks + 1)),
     "output_split_sizes are": lambda ranks: _all_to_all(torch.ones(4), torch.ones(4), [1] * ranks, [2] * ranks),
     "output_tensor is not contiguous": lambda ranks: auto_quantize(GATHER_INTO, DQuantType.INT8)(

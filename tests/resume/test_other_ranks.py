@@ -233,7 +233,7 @@ def _refused(rank: int, world_size: int) -> None:
     edited = copy.deepcopy(second)
     edited["model"]["4.weight"][3, 3] += 1
     others = copy.deepcopy(second)
-    others["stages"]["classes"] = [*others["stages"]["classes"][:-1], "Average"]
+    others["stages"]["classes"] = [*others["stages"]["classes"][:-1], "Log"]
     ddp, optimizer = _alone("Quantize", groups[rank], seed=5)
     before = overlap.state_dict(ddp, optimizer)
     for states, message in (

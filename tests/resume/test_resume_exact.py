@@ -39,7 +39,6 @@ from overlap import (
 )
 from overlap.hooks import PostLocal, PostLocalSGDState
 from overlap.hooks.engine.registration import registration_of
-from overlap.optim import Average, PeriodicModelAverager
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
@@ -57,7 +56,7 @@ def _step(ddp: Any, reducer: Any, **options: Any) -> Any:
 
 def _automatic(ddp: Any, reducer: Any) -> Any:
     optimizer = SGD(ddp.parameters())
-    chain(reducer, Step(optimizer), Average(PeriodicModelAverager(period=3))).register(ddp)
+    chain(reducer, Step(optimizer)).register(ddp)
     return optimizer
 
 

@@ -73,17 +73,15 @@ def trains_long(game: Game) -> None:
 
 
 def quantizes(game: Game) -> None:
-    """Collectives outside of any backward, waited for some time after they were asked for."""
+    """Collectives outside of any backward."""
     reduce, scatter = auto_quantize(dist.all_reduce, Int8()), auto_quantize(dist.reduce_scatter, Int8())
     for _ in range(_STEPS):
         sums = [parameter.detach().clone() for parameter in game.ddp.parameters()]
         own = torch.zeros_like(sums[0])
-        works = [reduce(one, async_op=True) for one in sums]
-        # Nobody else keeps the tensors that are reduced here.
-        works.append(scatter(own, [own.neg() for _ in range(dist.get_world_size())], async_op=True))
-        torch.empty_like(next(game.ddp.parameters()))  # It may get their memory.
-        for work in works:
-            work.wait()
+        for one in sums:
+            reduce(one)
+        scatter(own, [own.neg() for _ in range(dist.get_world_size())])
+        torch.empty_like(next(game.ddp.parameters()))  # It may get the memory of tensors that nobody else keeps.
         for parameter, one in zip(game.ddp.parameters(), sums, strict=True):
             parameter.data.add_(one, alpha=0.1)
 

@@ -132,10 +132,6 @@ MUTANTS: dict[str, Mutant] = {
         "memory.wait_until_allocated()",
         "released, on two streams",
     ),
-    # Quantized collectives.
-    "what a quantized collective reads is not kept": _without(
-        "quantized:_Work.__init__", "self._used = used", "quantized collectives", _FREED
-    ),
     # Waits of the host.
     "the host looks whether feedback is finite": _waiting(
         "hooks.wires.feedback:ErrorFeedback._keep", "not has_streams(are_finite.device)", "True", _FEEDBACK

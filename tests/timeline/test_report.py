@@ -26,12 +26,11 @@ def update(start_ms: float, end_ms: float) -> Activity:
     return Activity(start_ms, end_ms, "update", "Step(SGD, interleaved)", False)
 
 
-def step(rank: int = 0, number: int = 0, start_ms: float = 0.0) -> StepReport:
+def step(rank: int = 0, number: int = 0) -> StepReport:
     """Backward ends at 60; the last bucket is reduced at 80 and updated at 85; DDP copies until 90."""
     return StepReport(
         rank=rank,
         step=number,
-        start_ms=start_ms,
         step_ms=100.0,
         phases=(
             Phase(0.0, 4.0, "buffers"),
@@ -51,9 +50,7 @@ def step(rank: int = 0, number: int = 0, start_ms: float = 0.0) -> StepReport:
 def report(ranks: int = 2, steps: int = 3) -> Report:
     return Report(
         title="plain DDP",
-        ranks=tuple(
-            tuple(step(rank, number, 100.0 * number + rank) for number in range(steps)) for rank in range(ranks)
-        ),
+        ranks=tuple(tuple(step(rank, number) for number in range(steps)) for rank in range(ranks)),
     )
 
 
@@ -97,7 +94,7 @@ def test_what_follows_from_the_intervals_of_a_step() -> None:
 
 
 def test_a_step_without_communication_has_nothing_exposed() -> None:
-    one = StepReport(rank=0, step=0, start_ms=0.0, step_ms=9.0, phases=(Phase(5.0, 6.0, "finalization"),), buckets=())
+    one = StepReport(rank=0, step=0, step_ms=9.0, phases=(Phase(5.0, 6.0, "finalization"),), buckets=())
     assert (one.communication_ms, one.exposed_ms, one.exposed_code_ms, one.overlap_fraction) == (0, 0, 0, None)
     assert one.forward is None
 
@@ -106,7 +103,6 @@ def test_waiting_for_a_collective_in_the_middle_of_backward_is_exposed() -> None
     one = StepReport(
         rank=0,
         step=0,
-        start_ms=0.0,
         step_ms=50.0,
         phases=(Phase(0.0, 40.0, "backward"), Phase(10.0, 15.0, "wait"), Phase(40.0, 41.0, "finalization")),
         buckets=(bucket(0, 10.0, reduce(10.0, 15.0)),),

@@ -2,7 +2,6 @@
 
 from overlap.optim.local_sgd.optimizer import LocalSGD
 from overlap.optim.local_sgd.torch_names import (
-    Average,
     HierarchicalModelAverager,
     ModelAverager,
     PeriodicModelAverager,
@@ -11,7 +10,6 @@ from overlap.optim.local_sgd.torch_names import (
 )
 
 __all__ = [
-    "Average",
     "HierarchicalModelAverager",
     "LocalSGD",
     "ModelAverager",

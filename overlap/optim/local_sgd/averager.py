@@ -39,8 +39,6 @@ Period = int | Callable[[int], int]
 """Steps from one average to the next; or a function of the step at which a round begins, counted from 0."""
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 @dataclass
 class _Pending:
@@ -178,8 +176,6 @@ class Averager:
             return
         tensors = self._tensors_of(fragment)
         means, snapshots = dict(tensors), {}
-        if self.anchors is not None:
-            self.anchors.check_common(self.group, context.device)
         if delay:
             means = {name: tensor.to(wider(tensor.dtype), copy=True) for name, tensor in tensors.items()}
             snapshots = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -251,6 +247,11 @@ class Averager:
         if (state["outer"] is None) != (self.outer is None):
             saved, here = ("with an", "none") if self.outer is None else ("without an", "one")
             raise ConfigurationError(f"the state was saved {saved} outer optimizer, and this one has {here}")
+        if self.anchors is not None and not state["anchors"] and any(state["own_steps"]):
+            raise ConfigurationError(
+                "the state was saved without a wire and an outer optimizer in the middle of a round, when ranks have "
+                "different parameters: call local.synchronize() before saving, or resume without them"
+            )
         wire = state["wire"] or {}
         if self.wire is not None:
             self.wire.memory.load_state_dict(wire)
@@ -310,34 +311,12 @@ class Anchors:
         """The outer optimizer, over :attr:`values`."""
         self.is_set = False
         """Whether a round has begun."""
-        self._is_common = False
 
     def begin(self) -> None:
         """Begin the first round at the parameters as they are now, unless it has begun."""
         if not self.is_set:
             copy_all(list(self.values.values()), [parameter.detach() for parameter in self._parameters.values()])
             self.is_set = True
-
-    def check_common(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """In the first average since the anchors were set or loaded, check that all ranks have the same.
-
-        Communication, then: one all-reduce of two numbers per parameter on ``group``.
-        """
-        if self._is_common:
-            return
-        values = self.values.values()
-        sums = torch.stack([v.view(_BITS[v.dtype.itemsize]).sum(dtype=torch.int64).to(device) for v in values])
-        extremes = torch.cat([sums, -sums])
-        all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        largest, smallest = extremes[: len(sums)], -extremes[len(sums) :]
-        if differing := [name for name, size in zip(self.values, (largest - smallest).tolist(), strict=True) if size]:
-            raise ConfigurationError(
-                f"ranks began the round with different parameters ({', '.join(differing[:3])}"
-                f"{', ...' if len(differing) > 3 else ''}); with a wire or an "
-                "outer optimizer all ranks must begin with the same: load the same model on every rank, or, in the "
-                "middle of a round, each rank's own state"
-            )
-        self._is_common = True
 
     @torch.no_grad()
     def step(self, means: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -358,7 +337,7 @@ class Anchors:
         if values and values.keys() != self.values.keys():
             raise ConfigurationError("the state of local SGD is of a model with other parameters")
         copy_all([self.values[name] for name in values], list(values.values()))
-        self.is_set, self._is_common = bool(values), False
+        self.is_set = bool(values)
 
 
 def _weight(steps: int, group: dist.ProcessGroup, device: torch.device) -> Weight | None:

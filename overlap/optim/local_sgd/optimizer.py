@@ -16,13 +16,12 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, check_ddp, is_one_of, told
+from overlap._checks import check_ddp, is_one_of
 from overlap._torch.ddp import GradientSync, before_final_sync
 from overlap._torch.join import is_joining, used_in_shadow
 from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
-from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, SkipNonFinite, Stage, StageContext, chain, wires
-from overlap.hooks.adapters import as_stage
+from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
+from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
 from overlap.join.context import refuse_before_model
@@ -32,7 +31,7 @@ from overlap.optim.local_sgd.averager import Averager, MakeOptimizer, Period
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.stepper import Verdict
-from overlap.optim.update import check_unscaled, without_adding_up
+from overlap.optim.update import without_adding_up
 
 __all__ = ["LocalSGD"]
 
@@ -68,16 +67,13 @@ class LocalSGD(AveragingOptimizer, Joinable):
         wire: how averages of parameters travel, such as ``Int4()``: as changes since the last average, of which each
             rank keeps a copy. Ranks have the same parameters after it, bit for bit. Buffers travel in full precision.
         error_feedback: add the rounding errors of an average to the next; takes an fp32 copy of the parameters.
-        transforms: stages after the reducer, such as ``ClipGradNorm(1.0)``; where ranks train alone
-            they see this rank's own gradients.
 
     Communication, when ranks average: one all-reduce for about each 8 MB, on the model's process group from
     :meth:`step`, or with ``overlap`` in the background. With ``wire`` a send and a receive with every other rank and an
-    all-gather. With ``wire`` or ``outer`` the first time also an all-reduce of two numbers per parameter.
+    all-gather.
 
     Raises:
-        ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not; or,
-            in ``step()``, ranks began a round with different parameters.
+        ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not.
         UnsupportedError: ``outer`` or ``wire`` does not work with this model.
         RegistrationError: the model takes no registration; or :meth:`remove` was called before ``step()``.
         TrainingLoopError: ``step()`` comes after a backward that raised, or that did not reach every parameter.
@@ -103,7 +99,6 @@ class LocalSGD(AveragingOptimizer, Joinable):
         fragments: int = 1,
         wire: Wire | None = None,
         error_feedback: bool = False,
-        transforms: Sequence[Stage | Callable[..., Any]] = (),
     ) -> None:
         ddp = check_ddp(ddp)
         if isinstance(optimizer, OverlappedOptimizer):
@@ -118,7 +113,6 @@ class LocalSGD(AveragingOptimizer, Joinable):
             start_step = 1000 if outer is None else 0
         if not is_one_of(subgroup, None, "machine"):
             check_subgroup(subgroup, self.process_group)
-        between = _checked_transforms(transforms)
         self.averager = Averager(
             self,
             ddp,
@@ -134,8 +128,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """Makes the averages."""
         self._ddp = weakref.ref(ddp)
         self._gradient_sync = GradientSync(ddp)
-        self._transforms = between
-        self._always_syncs = bool(subgroup is not None or ddp.static_graph or between)
+        self._always_syncs = bool(subgroup is not None or ddp.static_graph)
         self._join: _LocalJoinHook | None = None
         # Gradients stay until the loop clears them.
         self._lifecycle = UpdateLifecycle(_FORM, clears=lambda parameter: True)
@@ -147,7 +140,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
             post_local_gradient_allreduce=subgroup is not None,
         )
         reduce = PostLocal(state, reducer, is_local=lambda: self.averager.is_local)
-        self.registration = chain(reduce, *between, self._stage).register(ddp)
+        self.registration = chain(reduce, self._stage).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
 
     @property
@@ -161,10 +154,9 @@ class LocalSGD(AveragingOptimizer, Joinable):
         Join.notify_join_context(self)
         lifecycle = self._lifecycle
         with refusals_told([lifecycle]):
-            if Verdict.given_to(self).found_inf is not None:
-                if self.is_joining and not self.averager.is_local:
-                    raise TrainingLoopError(SCALED_UNDER_JOIN)
-                check_unscaled(self._transforms)
+            is_scaled = Verdict.given_to(self).found_inf is not None
+            if is_scaled and self.is_joining and not self.averager.is_local:
+                raise TrainingLoopError(SCALED_UNDER_JOIN)
             lifecycle.check_step()
             try:
                 self.step_wrapped()
@@ -411,21 +403,3 @@ class _LocalJoinHook(JoinHook):
             self._local.averager.synchronize(self._local._stage.context, is_joining=self._local.is_joining)
             self.is_open = False
             self.stop_watching()
-
-
-def _checked_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> list[Stage]:
-    """``transforms`` as stages. Raises: ConfigurationError, UnsupportedError: one is no transform, or skips steps."""
-    if (given := as_list(transforms)) is None:
-        raise ConfigurationError(f"transforms is a list of stages, as in [ClipGradNorm(1.0)], got {told(transforms)}")
-    stages = [as_stage(one) for one in given]
-    for stage in stages:
-        if stage.role is not Role.TRANSFORM:
-            raise ConfigurationError(
-                f"transforms are stages that neither reduce nor update, got {stage!r}: give a reducer as reducer="
-            )
-        if isinstance(stage, SkipNonFinite):
-            raise UnsupportedError(
-                f"{stage!r} skips the step on all ranks, but ranks that train alone do not communicate: leave it "
-                "out, or look at .grad before local.step()"
-            )
-    return stages

@@ -1,4 +1,4 @@
-"""PyTorch's names: averagers, ``average_parameters`` and the optimizer of post-local SGD; and averagers in a chain."""
+"""PyTorch's names: averagers, ``average_parameters`` and the optimizer of post-local SGD."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from torch.optim import Optimizer
 from overlap._checks import as_list, check_group, check_whole_number, described, refuse_capture, told
 from overlap._torch import classes
 from overlap._torch.c10d import group_timeout
-from overlap.errors import ConfigurationError, TrainingLoopError
-from overlap.hooks import Bucket, Role, Stage, StageContext
+from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.local_sgd.means import average
 from overlap.ranks.machines import check_is_whole_job, own_subgroup
 
 __all__ = [
-    "Average",
     "HierarchicalModelAverager",
     "ModelAverager",
     "PeriodicModelAverager",
@@ -225,9 +223,13 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
     """
 
     def __init__(self, optim: Optimizer | Sequence[Optimizer], averager: ModelAverager) -> None:
-        checked = _checked(averager, "PostLocalSGDOptimizer")
+        if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
+            raise ConfigurationError(
+                f"PostLocalSGDOptimizer takes a ModelAverager, got {described(averager)}; make one, as in "
+                "PeriodicModelAverager(period=8, warmup_steps=1000)"
+            )
         super().__init__(optim)
-        self.averager = checked
+        self.averager = averager
 
     def _step_and_average(self) -> None:
         self.step_wrapped()
@@ -251,71 +253,3 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
 
     def __repr__(self) -> str:
         return f"PostLocalSGDOptimizer({self.optim!r})"
-
-
-class Average(Stage):
-    """Lets an averager average the model's parameters when backward has made the last update of a step.
-
-    For chains whose update is made in backward; with a deferred update and a loop that calls ``step()``, call the
-    averager after it, or use :class:`LocalSGD`::
-
-        chain(AllReduce(), Step(optimizer), Average(PeriodicModelAverager(period=8)))
-
-    Communication: that of ``averager``, on the training thread, at the end of backward. It does not run under ``Join``,
-    which needs :class:`LocalSGD`.
-
-    >>> averager = PeriodicModelAverager(period=4, warmup_steps=2)
-    >>> update = Step(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    >>> chain(PostLocal(PostLocalSGDState(None, None, start_localSGD_iter=2)), update, Average(averager)).register(ddp)
-    <chain(PostLocal(AllReduce(), from step 2), Step(SGD, interleaved), Average(PeriodicModelAverager)) registered>
-    """
-
-    role = Role.AVERAGER
-
-    def __init__(self, averager: ModelAverager) -> None:
-        self.averager = _checked(averager, "Average")
-        self._parameters: list[Tensor] = []
-
-    @property
-    def signature(self) -> str:
-        return f"Average({type(self.averager).__name__})"
-
-    def attach(self, context: StageContext) -> None:
-        if context.names is None:
-            raise ConfigurationError(
-                "Average needs the model's parameters, which a hook registered with ddp.register_comm_hook does not "
-                "know: use overlap.register"
-            )
-        self._parameters = list(context.names)
-
-    async def __call__(self, bucket: Bucket) -> None:
-        """Nothing to do to a bucket: parameters are averaged when all are updated."""
-
-    def before_backward(self, *, is_replay: bool) -> None:
-        if is_replay:
-            raise TrainingLoopError("Average does not run under Join: use LocalSGD, with Join([ddp, local])")
-
-    def after_backward(self, *, failed: bool) -> None:
-        if not failed:
-            self.averager.average_parameters(self._parameters)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The averager's ``step``."""
-        return {"step": self.averager.step}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; an empty one leaves the averager as it is."""
-        self.averager.step = state_dict.get("step", self.averager.step)
-
-    def __repr__(self) -> str:
-        return self.signature
-
-
-def _checked(averager: ModelAverager, owner: str) -> ModelAverager:
-    """``averager``, PyTorch's too. Raises: ConfigurationError: it is none; the message names the ``owner``."""
-    if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
-        raise ConfigurationError(
-            f"{owner} takes a ModelAverager, got {described(averager)}; make one, as in "
-            "PeriodicModelAverager(period=8, warmup_steps=1000)"
-        )
-    return averager

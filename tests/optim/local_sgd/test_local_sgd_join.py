@@ -42,7 +42,7 @@ def _train_unevenly(
 
 
 def _ends(rank: int, world_size: int, case: Case, form: str) -> None:
-    for start in (0, 5):
+    for start in (0, 5) if form in ("alone", "machine") else (0,):
         ddp, made = _train_unevenly(case, rank, form, start)
         what = f"{case}, {form}, from step {start}"
         assert made.averager.step == max(BATCHES[:world_size]) and made.averager.pending is None, what
@@ -115,9 +115,8 @@ def _weights(rank: int, world_size: int) -> None:
         assert_parity(values_of(ddp.module), _by_hand(world_size, is_wired=True), what=f"{kind.__module__}, 4 bits")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_counts_for_the_steps_that_it_made_in_the_round(world_size: int) -> None:
-    run_ranks(_weights, world_size)
+def test_a_rank_counts_for_the_steps_that_it_made_in_the_round() -> None:
+    run_ranks(_weights, 3)
 
 
 def _left_out(rank: int, world_size: int) -> None:

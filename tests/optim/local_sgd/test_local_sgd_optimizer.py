@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import ClipGradNorm, ConfigurationError, Int8, LocalSGD, RegistrationError
+from overlap import ConfigurationError, Int8, LocalSGD, RegistrationError
 
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -72,9 +72,9 @@ def test_an_outer_optimizer_starts_at_once() -> None:
 
 
 def _switch(rank: int, world_size: int) -> None:
-    """DDP is switched off while ranks train alone, unless stages see gradients; removed, all is as before."""
-    for transforms, syncs in (([], False), ([ClipGradNorm(1.0)], True)):
-        build = functools.partial(LocalSGD, period=4, start_step=1, transforms=transforms)
+    """DDP is switched off while ranks train alone, unless a subgroup goes on; removed, all is as before."""
+    for subgroup, syncs in ((None, False), ("machine", True)):
+        build = functools.partial(LocalSGD, period=4, start_step=1, subgroup=subgroup)
         _, made, ddp = local(MLP, rank, steps=3, build=build)
         assert ddp.require_backward_grad_sync == syncs
         made.remove()

@@ -19,11 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import assert_parity, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
-from overlap import AllReduce, ConfigurationError, Step, chain
+from overlap import ConfigurationError, Step, chain
 from overlap._torch import classes
 from overlap.hooks import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.optim.local_sgd import (
-    Average,
     HierarchicalModelAverager,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
@@ -111,7 +110,6 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: PostLocalSGDOptimizer(torch.optim.SGD([torch.ones(1)]), PeriodicModelAverager),  # type: ignore[arg-type]
         "takes a ModelAverager",
     ),
-    "stage": (lambda: Average(AllReduce()), "takes a ModelAverager"),  # type: ignore[arg-type]
     "start": (
         lambda: PostLocalSGDState(None, None, -1), "start_localSGD_iter must be a whole number of at least 0, got -1",
     ),
@@ -183,7 +181,7 @@ def _skipped(rank: int, world_size: int) -> None:
     assert all(parameter.eq(0).all() for parameter in model.parameters())
 
 
-# The hook, and Average.
+# The hook.
 
 
 def _machine(rank: int, world_size: int) -> None:
@@ -195,22 +193,6 @@ def _machine(rank: int, world_size: int) -> None:
     assert state.subgroup is not None and state.subgroup.size() == world_size
 
 
-def _last_stage(rank: int, world_size: int) -> None:
-    """Average as the last stage is an averager called after the step."""
-
-    def local_reducer() -> PostLocal:
-        return PostLocal(PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False))
-
-    ddp, other = wrap(MLP.model()), wrap(MLP.model())
-    chain(local_reducer(), Step(sgd(ddp.parameters())), Average(PeriodicModelAverager(2))).register(ddp)
-    chain(local_reducer()).register(other)
-    optimizer: Any = PostLocalSGDOptimizer(sgd(other.parameters()), PeriodicModelAverager(2))
-    for step in range(6):
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-        run(MLP, rank, [step], other, optimizer)
-        assert_parity(values_of(ddp.module), values_of(other.module), what=f"step {step}")
-
-
 CELLS: dict[str, Callable[[int, int], None]] = {
     "every floating-point tensor becomes its mean, in place": _means,
     "a rank outside of the group keeps its parameters": _group_of_one,
@@ -219,7 +201,6 @@ CELLS: dict[str, Callable[[int, int], None]] = {
     "the optimizer is the wrapped one": _optimizer,
     "a rank whose step is skipped by GradScaler still averages": _skipped,
     "the subgroup of a machine is made in the first local pass": _machine,
-    "Average as the last stage": _last_stage,
 }
 
 

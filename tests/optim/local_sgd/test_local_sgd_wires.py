@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP
 from overlap import (
-    ConfigurationError,
     Int4,
     Int8,
     LocalSGD,
@@ -44,7 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _by_hand(rank: int, world_size: int) -> None:
     parameters = {name: p.detach() for name, p in MLP.model().named_parameters()}
     for name, options in OPTIONS.items():
-        for start_step in (0, 2) if (world_size, name) == (2, "streaming DiLoCo") else (0,):
+        if world_size > 2 and name != "int4 with feedback":
+            continue  # The number of ranks matters to the sum alone.
+        for start_step in (0, 2) if name == "streaming DiLoCo" else (0,):
             before = plain(MLP, rank, steps=start_step, start_step=start_step, after_step=lambda *_: None)
             reference = ByHand(
                 before[-1] if before else parameters,
@@ -227,14 +228,7 @@ def _others(rank: int, world_size: int) -> None:
     for option, given in {"wire": Int8(), "outer": OUTER}.items():
         with pytest.raises(UnsupportedError, match="weight is complex: leave them out"):
             LocalSGD(imaginary, torch.optim.SGD(imaginary.parameters(), lr=0.1), **{option: given})  # type: ignore[arg-type]
-        other = wrap(MLP.model())
-        made = LocalSGD(other, sgd(other.parameters()), 2, 0, **{option: given})  # type: ignore[arg-type]
-        if rank == 1:
-            with torch.no_grad():
-                next(other.parameters()).add_(1.0)
-        with pytest.raises(ConfigurationError, match=r"began the round with different parameters \(.*weight\)"):
-            run(MLP, rank, range(2), other, made)
 
 
-def test_complex_parameters_and_ranks_that_differ_are_refused() -> None:
-    run_ranks(_others, 2)
+def test_complex_parameters_are_refused() -> None:
+    run_ranks(_others, 1)
