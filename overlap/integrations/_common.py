@@ -126,10 +126,10 @@ class Run:
                 if not any(isinstance(stage, Update) for stage in walk(made)):
                     self.optimizers = list(optimizers)
             for update in walk(made) if late else ():
-                if not isinstance(update, Update) or update.form.outcome is Phase.REDUCED:
+                if not isinstance(update, Update) or _is_left(update):
                     continue
                 update.defer()
-                if update.form.outcome is not Phase.REDUCED:
+                if not _is_left(update):
                     raise ConfigurationError(
                         f"{late}, but {update!r} has made the update in backward by then: use "
                         f"{update.form.deferred_code}{instead}"
@@ -184,6 +184,11 @@ class Run:
         if self.registration is not None:
             self.registration.remove()
             self.registration = None
+
+
+def _is_left(update: Update[Any]) -> bool:
+    """Whether ``step()`` makes the update."""
+    return update.form.outcome is Phase.REDUCED
 
 
 def _overlapped(optimizer: Optimizer) -> Optimizer:
