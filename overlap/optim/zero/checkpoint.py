@@ -336,6 +336,12 @@ class ShardedState:
         state = self._joined(pieces, manifest)
         for index, values in state.items():
             shard = self.shards[index]
+            if _MASTER in values and not shard.has_master:
+                raise ConfigurationError(
+                    f"the state has a copy of {shard.name} in {values[_MASTER].dtype}, from which it was stepped, and "
+                    "this optimizer keeps none: give ZeroRedundancyOptimizer master_dtype="
+                    f"{values[_MASTER].dtype}, with parameters of the dtype that they had"
+                )
             check_divisible(self.optimizer, shard, values, (shard.range[1] - shard.range[0],))
         dtypes = manifest["dtypes"] or [None] * len(self.shards)
         for shard in self.shards:
