@@ -1,15 +1,26 @@
-"""A choice for GPUs, without one."""
+"""Choices for GPUs, without one: priorities of streams, and the setting that ends all overlap."""
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from harness import run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import AllReduce, chain
+from overlap._torch.device import streams_replaced
 from overlap.hooks.post_local_sgd import own_subgroup
+
+from ..one_stream import OneStream
+
+_SETTING = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def test_groups_of_the_librarys_own_get_streams_of_high_priority_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +35,31 @@ def test_groups_of_the_librarys_own_get_streams_of_high_priority_on_nccl(monkeyp
         assert options == (
             SimpleNamespace(is_high_priority_stream=True, _timeout=timedelta(seconds=7)) if is_high else None
         )
+
+
+class _Asked(OneStream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.priorities: list[int] = []
+
+    def new_stream(self, device: torch.device, *, priority: int = 0) -> Any:
+        self.priorities.append(priority)
+        return self
+
+
+def _registers(rank: int, world_size: int) -> None:
+    with streams_replaced(streams := _Asked()), mock.patch.dict("os.environ", {_SETTING: "8"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            registration = chain(AllReduce()).register(ddp := wrap(MLP.model(), **MLP.ddp_options()))
+        for step in range(2):
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        # Before training, which has 0. NCCL's high priority is the highest that there is, which is -1 or lower.
+        assert streams.priorities == [-1]
+        registration.remove()
+        with mock.patch.dict("os.environ", {_SETTING: "1"}), pytest.warns(UserWarning, match=f"unset {_SETTING}"):
+            chain(AllReduce()).register(ddp)
+
+
+def test_stages_go_before_training_and_one_queue_for_all_streams_is_warned_of() -> None:
+    run_ranks(_registers, 2)
