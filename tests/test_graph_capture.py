@@ -127,7 +127,7 @@ def _others(rank: int) -> None:
         _refused(graphs, lambda: mean_squared_error(ddp, batch).backward())
         mean_squared_error(ddp, batch).backward()
 
-        with Join([ddp], lengths=1):
+        with Join([ddp]):
             _refused(graphs, lambda: ddp(*batch.inputs))
             mean_squared_error(ddp, batch).backward()
 

@@ -142,17 +142,6 @@ def watch_steps(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], 
     return handle.remove
 
 
-def after_steps(optimizer: Optimizer, callback: Callable[[], None]) -> Callable[[], None]:
-    """Run ``callback``, which reads no parameters, after each ``step``, before the step post-hooks that are there.
-
-    Returns:
-        A function that undoes this.
-    """
-    handle = optimizer.register_step_post_hook(only_watches(lambda *_: callback()))
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-    return handle.remove
-
-
 def drop_hooks(optimizer: Optimizer) -> None:
     """Remove the step hooks of ``optimizer``, a copy."""
     for attribute in hook_attributes[:2]:

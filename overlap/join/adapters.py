@@ -11,7 +11,7 @@ from datetime import timedelta
 from enum import IntEnum
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from overlap._torch.autograd import after_all_of_backward
 from overlap._torch.c10d import GradBucket, bucket_gradients, issued
 from overlap._torch.join import on_notify
-from overlap._torch.optimizer import after_steps, all_of, is_scheduled, runs_step_hooks, watch_steps
+from overlap._torch.optimizer import all_of, is_scheduled, runs_step_hooks, watch_steps
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 
@@ -63,8 +63,6 @@ class Call(IntEnum):
 class JoinableAdapter(ABC):
     """A joinable under one Join: reports this rank's calls, and replays those of others on a rank without inputs."""
 
-    calls: ClassVar[tuple[Call, ...]] = (Call.STEP,)
-    """What a regular iteration has of it."""
     precedence = 0
     """Where no loader is iterated, iterations begin with the first adapter of the highest precedence."""
 
@@ -77,8 +75,8 @@ class JoinableAdapter(ABC):
         """Begin to report: the block begins. ``undo`` is closed when it is over, with or without an exception."""
 
     @abstractmethod
-    def replay(self, call: Call, detail: Sequence[float] | None) -> None:
-        """Repeat ``call`` on a rank without inputs, by its ``detail``; ``None``: as in a regular iteration."""
+    def replay(self, call: Call, detail: Sequence[float]) -> None:
+        """Repeat ``call`` on a rank without inputs, by its ``detail``."""
 
 
 class JoinHookAdapter(JoinableAdapter):
@@ -101,10 +99,8 @@ class JoinHookAdapter(JoinableAdapter):
             session.on_call(self, Call.STEP)
 
         undo.callback(on_notify(joinable, before_call))
-        if isinstance(joinable, Optimizer) and runs_step_hooks(joinable):
-            undo.callback(after_steps(joinable, session.after_step))
 
-    def replay(self, call: Call, detail: Sequence[float] | None) -> None:
+    def replay(self, call: Call, detail: Sequence[float]) -> None:
         self._main_hook()
 
 
@@ -132,9 +128,8 @@ class OptimizerAdapter(JoinableAdapter):
             session.on_call(self, Call.STEP)
 
         undo.callback(watch_steps(self._optimizer, before_step))
-        undo.callback(after_steps(self._optimizer, session.after_step))
 
-    def replay(self, call: Call, detail: Sequence[float] | None) -> None:
+    def replay(self, call: Call, detail: Sequence[float]) -> None:
         self._optimizer.step()
 
 
@@ -166,7 +161,6 @@ class SchedulerAdapter(JoinableAdapter):
                 return
             session.on_call(self, Call.STEP)
             self._step()
-            session.after_step()
 
         attributes = vars(self._scheduler)
         before = {"step": attributes["step"]} if "step" in attributes else {}
@@ -174,7 +168,7 @@ class SchedulerAdapter(JoinableAdapter):
         undo.callback(attributes.update, before)
         undo.callback(attributes.pop, "step")
 
-    def replay(self, call: Call, detail: Sequence[float] | None) -> None:
+    def replay(self, call: Call, detail: Sequence[float]) -> None:
         self._step()
 
 
@@ -185,7 +179,6 @@ class DDPAdapter(JoinableAdapter):
     under ``no_sync``. DDP has no public way in: the private names here are those that it joins with itself.
     """
 
-    calls = (Call.FORWARD, Call.BACKWARD)
     precedence = 2
 
     _session: JoinSession
@@ -203,7 +196,6 @@ class DDPAdapter(JoinableAdapter):
         # Whether the last forward was under no_sync, and whether .grad has what was added up so since the last
         # synchronized backward.
         self._accumulates = self._has_own = False
-        self._backward_hook: Any = None
         for name, module in ddp.module.named_modules():
             if shadows and isinstance(module, nn.SyncBatchNorm):
                 raise UnsupportedError(
@@ -228,7 +220,9 @@ class DDPAdapter(JoinableAdapter):
         undo.callback(session.gradients.take_back)
         undo.callback(on_notify(ddp, torch.compiler.disable(self._on_forward)))
         undo.callback(self._divide_by_size)
-        undo.callback(self._watch_backward, False)
+        if session.shadows:
+            hook = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
+            undo.callback(hook.remove)
         # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second, which
         # DDP asks when it is about to call the module.
         answers = {
@@ -266,7 +260,6 @@ class DDPAdapter(JoinableAdapter):
                 self._count = self._count or _Count(lambda: self._session.divisor)
                 ddp.reducer._set_forward_pass_work_handle(self._count, False)
         self._accumulates = records_gradients and not synchronizes
-        self._watch_backward(session.watches_backward or self._accumulates)
 
     def _divide_by_size(self) -> None:
         if self._count is not None:
@@ -275,17 +268,6 @@ class DDPAdapter(JoinableAdapter):
     @property
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
-
-    def _watch_backward(self, is_watched: bool) -> None:
-        if is_watched == (self._backward_hook is not None):
-            return
-        if is_watched:
-            self._backward_hook = torch.autograd.graph.register_multi_grad_hook(
-                self._trained, self._on_first_gradient, mode="any"
-            )
-        else:
-            self._backward_hook.remove()
-            self._backward_hook = None
 
     def _on_first_gradient(self, gradient: Tensor) -> None:
         session = self._session
@@ -314,7 +296,7 @@ class DDPAdapter(JoinableAdapter):
     # A rank without inputs.
 
     @torch.no_grad()
-    def replay(self, call: Call, detail: Sequence[float] | None) -> None:
+    def replay(self, call: Call, detail: Sequence[float]) -> None:
         ddp, session = self._ddp, self._session
         session.gradients.take_back()
         if call is Call.BACKWARD:
@@ -324,7 +306,7 @@ class DDPAdapter(JoinableAdapter):
             finally:
                 session.replays_own_gradients = False
             return
-        records_gradients, has_buffers, synchronizes = detail or (True, ddp.will_sync_module_buffers(), True)
+        records_gradients, has_buffers, synchronizes = detail
         if records_gradients:
             self._rebuild()
         if has_buffers:
@@ -497,12 +479,6 @@ class Hyperparameters:
         return [
             value for optimizer, number, key in self._keys for value in _numbers(optimizer.param_groups[number][key])
         ]
-
-    def changed_since(self, values: Sequence[float]) -> str | None:
-        """The first value that differs from those of before, in words; ``None`` where none does."""
-        for optimizer, _, key, own, former in self._differing(values):
-            return f"{key} of {type(optimizer).__name__} went from {former} to {own}"
-        return None
 
     def follow(self, values: Sequence[float]) -> None:
         """Take over the :meth:`values` of another rank.

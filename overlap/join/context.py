@@ -27,7 +27,6 @@ from overlap.errors import (
     OverlapError,
     PeerError,
     TrainingLoopError,
-    UnsupportedError,
 )
 from overlap.join.adapters import (
     DDPAdapter,
@@ -38,7 +37,7 @@ from overlap.join.adapters import (
     SchedulerAdapter,
     schedule_of,
 )
-from overlap.join.participation import JoinSession, active_join, sessions
+from overlap.join.participation import JoinSession, active_join, connect, disconnect, kept_connections, sessions
 from overlap.ranks.board import Agreement, Board, explained
 
 __all__ = ["Join", "JoinHook", "Joinable", "refuse_before_model"]
@@ -133,12 +132,9 @@ class Join(base.Join):
     hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At the end
     every rank has the parameters and buffers of the highest of those that ran longest.
 
-    An iteration is a batch of :meth:`iterate`; without it, a forward that records gradients, of the model that runs
-    first. Where every rank knows how many it will run (``lengths``, or a loader with a length given to
-    :meth:`iterate`), ranks exchange these numbers when the block begins, and iterations issue no collective for
-    joining; each must be one forward, one backward and one ``step()`` of each joinable, in the order of the list.
-    Otherwise any loop is followed: each iteration issues one all-reduce of some float64, under way during the forward,
-    and once a rank has run out each call that it replays issues one more.
+    An iteration is a batch of :meth:`iterate`; without it, a forward of the model that runs first. Any loop is
+    followed: each iteration issues one all-reduce of some float64 over connections of its own, under way during the
+    forward, and once a rank has run out each call that it replays issues one more.
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
@@ -146,7 +142,6 @@ class Join(base.Join):
             wrappers the optimizer inside is taken; a wrapper of a scheduler has it as ``.scheduler``.
         enable: ``False`` makes the block do nothing.
         throw_on_early_termination: the same as ``on_exhausted="raise"``.
-        lengths: how many iterations this rank will run.
         on_exhausted: what happens when the first rank runs out: ``"shadow"`` lets the others go on, ``"stop"`` ends
             :meth:`iterate` on all ranks at the same iteration, ``"raise"`` raises on all ranks.
         **kwargs: given to every ``join_hook``. DDP's is ``divide_by_initial_world_size`` (default ``True``): ``False``
@@ -156,8 +151,8 @@ class Join(base.Join):
         ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
             rank 0, or in another order.
         CollectiveError: another rank does something else there, such as registering a chain, or does not come.
-        UnsupportedError: a model with collectives in forward; or known lengths, and an iteration that is not regular.
-        TrainingLoopError: this rank ran more or fewer iterations than it said, or ``on_exhausted="raise"``.
+        UnsupportedError: a model with collectives in forward.
+        TrainingLoopError: a loop that cannot be followed, such as a ``break``, or ``on_exhausted="raise"``.
         PeerError: another rank failed; the message has its number.
 
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
@@ -177,7 +172,6 @@ class Join(base.Join):
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        lengths: int | None = None,
         on_exhausted: OnExhausted = "shadow",
         **kwargs: Any,
     ) -> None:
@@ -188,23 +182,14 @@ class Join(base.Join):
             raise ConfigurationError(
                 f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {told(on_exhausted)}"
             )
-        if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
-            raise ConfigurationError(
-                f"lengths is this rank's number of iterations, len(loader) say, got {told(lengths)}"
-            )
         divides_by_size = kwargs.get("divide_by_initial_world_size", True)
         self._divides_by_count = not check_flag("divide_by_initial_world_size", divides_by_size)
-        self._lengths, self._enable, self._on_exhausted = lengths, enable, on_exhausted
+        self._enable, self._on_exhausted = enable, on_exhausted
         self._joinables = joinables = _joinables(joinables)
         shadows = enable and on_exhausted == "shadow"
-        if lengths is not None and shadows and sum(isinstance(one, DistributedDataParallel) for one in joinables) > 1:
-            raise UnsupportedError(
-                "with known lengths an iteration is one forward and one backward, and this Join has several models: "
-                "leave lengths out"
-            )
         self._adapters = [_adapter(joinable, kwargs, shadows=shadows) for joinable in joinables]
         self._was_entered = False
-        self._group, self._join_device = _group_and_device(joinables)
+        self._group = _group_of(joinables)
         self._session: JoinSession | None = None
         self._undo = ExitStack()
 
@@ -228,27 +213,23 @@ class Join(base.Join):
             [each for one in self._joinables if (each := schedule_of(one)) is not None],
         )
         with Agreement(self._group, "enter Join") as agreement:
-            listed, has_lengths = ", ".join(map(_described, self._joinables)), self._lengths is not None
-            given = (
-                f"[{listed}], {hyperparameters.count} hyperparameters, on_exhausted={self._on_exhausted!r}, "
-                f"lengths={has_lengths}"
-            )
-            of_ranks = agreement.agree([given, self._lengths])
+            listed = ", ".join(map(_described, self._joinables))
+            given = f"[{listed}], {hyperparameters.count} hyperparameters, on_exhausted={self._on_exhausted!r}"
+            of_ranks = agreement.agree([given, kept_connections(self._group)])
             for rank, (others, _) in enumerate(of_ranks):
                 if others != of_ranks[0][0]:
                     raise ConfigurationError(
                         f"rank {rank} enters Join with {others}, but rank 0 with {of_ranks[0][0]}: every rank must be "
                         "given the same, in the same order"
                     )
-        lengths = None if self._lengths is None else [length for _, length in of_ranks]
-        board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
+            board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
+            channel = connect(self._group, board, [kept for _, kept in of_ranks], agreement.name)
         self._session = session = JoinSession(
             self._group,
-            self._join_device,
+            channel,
             board,
             self._adapters,
             hyperparameters,
-            lengths,
             on_exhausted=self._on_exhausted,
             divides_by_count=self._divides_by_count,
         )
@@ -262,6 +243,7 @@ class Join(base.Join):
             board.report(error)
             board.leave()
             self._leave()
+            disconnect(self._group)
             raise
         return self
 
@@ -269,8 +251,7 @@ class Join(base.Join):
         """The batches of ``loader``. Once in a block.
 
         Raises:
-            TrainingLoopError: outside of the block, a second time, after a forward, or where the loader has more or
-                fewer batches than its length says.
+            TrainingLoopError: outside of the block, a second time, or after a forward.
         """
         if not self._enable:
             yield from loader
@@ -296,8 +277,11 @@ class Join(base.Join):
         # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
         if failed_with is not None and not isinstance(failed_with, PeerError) and not session.has_raised_on_all:
             session.board.report(failed_with)
-        session.board.leave(has_failed=failed_with is not None and not session.has_raised_on_all)
+        has_failed = failed_with is not None and not session.has_raised_on_all
+        session.board.leave(has_failed=has_failed)
         self._leave()
+        if has_failed:
+            disconnect(session.group)
         if cause is not None:
             raise cause from raised
         if raised is not None and raised is not error:
@@ -367,7 +351,7 @@ def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> Joinabl
     )
 
 
-def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torch.device]:
+def _group_of(joinables: Sequence[Any]) -> dist.ProcessGroup:
     able = [joinable for joinable in joinables if isinstance(joinable, base.Joinable)]
     if not able:
         raise ConfigurationError("Join needs a joinable with a process group, such as a DistributedDataParallel model")
@@ -376,7 +360,7 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
         raise ConfigurationError(
             "Using join context manager with multiple process groups: give each group a Join of its own"
         )
-    return group, torch.device(able[0].join_device)
+    return group
 
 
 def _described(joinable: Any) -> str:

@@ -1,4 +1,4 @@
-"""Loops that run out of batches at different times, in each of the ways in which a Join can be told."""
+"""Loops that run out of batches at different times, in both ways in which iterations begin."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from harness.models import Case, mean_squared_error
 from overlap import Join
 
 BATCHES = (6, 3, 4, 0)
-# How a Join learns which ranks have inputs.
-TOLD_BY = ("forwards", "lengths", "loader", "stream")
-# Those by which any loop is followed; by the others, only regular iterations.
-POLLED = ("forwards", "stream")
+# Where an iteration begins: with a forward, or with a batch of join.iterate.
+TOLD_BY = ("forwards", "batches")
 Body = Callable[[Any, Any, Any, float], None]
 
 
@@ -35,13 +33,8 @@ def overlapped_body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
 @contextlib.contextmanager
 def joined(joinables: list[Any], batches: list[Any], told_by: str, **options: Any) -> Iterator[Iterable[Any]]:
     """The batches under a Join that learns in one of the ways in ``TOLD_BY`` which ranks have inputs."""
-    if told_by == "lengths":
-        options["lengths"] = len(batches)
     with Join(joinables, **options) as join:
-        if told_by in ("forwards", "lengths"):
-            yield batches
-        else:
-            yield join.iterate(batches if told_by == "loader" else iter(batches))
+        yield batches if told_by == "forwards" else join.iterate(batches)
 
 
 def train_unevenly(

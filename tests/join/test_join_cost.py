@@ -1,4 +1,4 @@
-"""How many collectives an iteration costs under Join, counted by the process group itself."""
+"""How many collectives an iteration costs under Join, counted by the process group and by the polls themselves."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, Case, mean_squared_error
-from overlap import AllReduce, chain
+from overlap.join import participation
 
-_STEPS = 8
+_STEPS, _FEWER = 8, 5
 # The first backward is of one bucket, and the forward after it rebuilds them.
 _SETTLED = 2
-
-
-def _issued(ddp: Any) -> int:
-    return int(ddp.process_group._get_sequence_number_for_group())
 
 
 def _per_iteration(ddp: Any, batches: Iterable[Any]) -> float:
@@ -27,52 +23,44 @@ def _per_iteration(ddp: Any, batches: Iterable[Any]) -> float:
     numbers = []
     for batch in batches:
         mean_squared_error(ddp, batch).backward()
-        numbers.append(_issued(ddp))
+        numbers.append(int(ddp.process_group._get_sequence_number_for_group()))
     return (numbers[-1] - numbers[_SETTLED]) / (len(numbers) - 1 - _SETTLED)
 
 
-def _model(case: Case, *, registered: bool) -> Any:
-    ddp = wrap(case.model(), **case.ddp_options())
-    if registered:
-        chain(AllReduce()).register(ddp)
-    return ddp
+def _counts(rank: int, world_size: int, case: Case) -> tuple[dict[str, float], dict[str, int]]:
+    """Collectives an iteration beyond plain training where rank 1 runs out first, and polls of the block."""
+    own = case.batches(rank, steps=_FEWER if rank else _STEPS)
 
+    def model() -> Any:
+        return wrap(case.model(), **case.ddp_options())
 
-def _count(rank: int, world_size: int, steps: int, case: Case) -> dict[str, list[float]]:
-    """What each way of joining costs on top of plain training, where rank 1 has ``steps`` batches."""
-    batches = [case.batch(step, rank) for step in range(_STEPS)]
-    own = batches if rank == 0 else batches[:steps]
-    extra: dict[str, list[float]] = {told_by: [] for told_by in (*TOLD_BY, "PyTorch")}
-    for registered in (False, True):
-        plain = _per_iteration(_model(case, registered=registered), batches)
-        assert plain > 0 or registered, "buckets are reduced on the model's own group where nothing is registered"
+    plain = _per_iteration(model(), case.batches(rank, steps=_STEPS))
+    with TorchJoin([ddp := model()]):
+        extra = {"PyTorch": _per_iteration(ddp, own) - plain}
+    polls: dict[str, int] = {}
+
+    class Counted(participation._Poll):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            polls[told_by] = polls.get(told_by, 0) + 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(participation, "_Poll", Counted)
         for told_by in TOLD_BY:
-            ddp = _model(case, registered=registered)
-            with joined([ddp], own, told_by) as iterated:
-                extra[told_by].append(_per_iteration(ddp, iterated) - plain)
-        if not registered:
-            ddp = _model(case, registered=False)
-            with TorchJoin([ddp]):
-                extra["PyTorch"].append(_per_iteration(ddp, own) - plain)
-    return extra
+            with joined([ddp := model()], own, told_by) as batches:
+                extra[told_by] = _per_iteration(ddp, batches) - plain
+    return extra, polls
 
 
-def _counts(rank: int, world_size: int) -> list[dict[str, list[float]]]:
-    return [_count(rank, world_size, steps, case) for steps, case in CASES]
+def _all_counts(rank: int, world_size: int) -> list[Any]:
+    return [_counts(rank, world_size, case) for case in (MLP, BATCH_NORM)]
 
 
-# Batches of the rank that runs out, of as many as the other one has; and the model.
-CASES = ((5, MLP), (5, BATCH_NORM))
-
-
-def test_known_lengths_cost_nothing_and_unknown_ones_less_than_pytorchs_join() -> None:
-    """Collectives per iteration that joining adds, without and with a registered chain."""
-    for (steps, case), costs in zip(CASES, run_ranks(_counts, 2, timeout_s=120)[0], strict=True):
-        has_buffers = case is BATCH_NORM
-        for told_by in ("lengths", "loader"):
-            assert costs[told_by] == [0, 0], told_by
-        replayed = 2 if has_buffers else 1  # A backward, and a forward that synchronizes buffers.
-        for told_by in ("forwards", "stream"):
-            expected = 1 + replayed * (_STEPS - steps) / (_STEPS - 1 - _SETTLED)
-            assert costs[told_by] == pytest.approx([expected] * 2), told_by
-        assert costs["PyTorch"] == [3 if has_buffers else 2]
+def test_an_iteration_costs_one_poll_and_no_collective_of_the_model() -> None:
+    """And once a rank has run out one poll more for each call that it replays."""
+    for has_buffers, (extra, polls) in enumerate(run_ranks(_all_counts, 2, timeout_s=120)[0]):
+        # Replayed are backwards, and forwards that synchronize buffers; one more poll ends the block.
+        expected = _STEPS + 1 + (_STEPS - _FEWER) * (1 + has_buffers)
+        for told_by in TOLD_BY:
+            assert (extra[told_by], polls[told_by]) == (0, expected), told_by
+        assert extra["PyTorch"] == 2 + has_buffers

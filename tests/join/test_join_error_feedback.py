@@ -66,7 +66,7 @@ def _train(rank: int, feedback: str) -> Any:
     stage, sums = make(), _Sent()
     chain(stage, sums).register(ddp)
     total = {name: torch.zeros_like(parameter) for name, parameter in alone.named_parameters()}
-    with joined([ddp], [MLP.batch(step, rank) for step in range(_BATCHES[rank])], "loader") as batches:
+    with joined([ddp], [MLP.batch(step, rank) for step in range(_BATCHES[rank])], "batches") as batches:
         for batch in batches:
             ddp.zero_grad()
             mean_squared_error(ddp, batch).backward()

@@ -58,8 +58,8 @@ def _killed(rank: int, world_size: int, port: int, killed: int, joins: int, regi
 @pytest.mark.parametrize(
     ("killed", "joins", "world_size", "registered", "told_by"),
     [
-        (0, 1, 2, False, "loader"),
-        (1, 0, 2, True, "stream"),  # The last with inputs.
+        (0, 1, 2, False, "forwards"),
+        (1, 0, 2, True, "batches"),  # The last with inputs.
     ],
 )
 def test_a_killed_rank_ends_the_others_before_the_timeout(
@@ -103,7 +103,7 @@ def _raises(rank: int, world_size: int, told_by: str, form: str) -> Any:
 
 @pytest.mark.parametrize(
     ("told_by", "form"),
-    [("forwards", "step"), ("lengths", "zero")],
+    [("forwards", "step"), ("batches", "zero")],
 )
 def test_an_exception_of_the_loop_reaches_the_others_before_the_timeout(told_by: str, form: str) -> None:
     results = run_ranks(_raises, 3, told_by, form, group_timeout_s=_TIMEOUT_S, timeout_s=50)
@@ -114,11 +114,11 @@ def test_an_exception_of_the_loop_reaches_the_others_before_the_timeout(told_by:
 
 
 def _replays_alone(rank: int, world_size: int) -> float:
-    """Rank 0 replays plain DDP's backward, of known length, while rank 1, the last with inputs, raises."""
+    """Rank 0 replays plain DDP's backward while rank 1, the last with inputs, raises."""
     ddp = wrap(MLP.model(), **MLP.ddp_options())
 
     def train() -> None:
-        with joined([ddp], MLP.batches(rank, steps=(1, 4)[rank]), "loader") as batches:
+        with joined([ddp], MLP.batches(rank, steps=(1, 4)[rank]), "batches") as batches:
             for number, batch in enumerate(batches):
                 if rank == 1 and number == 2:
                     raise ValueError("the dog ate it")
@@ -140,7 +140,7 @@ def _used_again(rank: int, world_size: int) -> list[torch.Tensor]:
     chain(AllReduce()).register(ddp)
 
     def train(fails_at: int) -> None:
-        with joined([ddp], MLP.batches(rank, steps=(2, 6)[rank]), "loader") as batches:
+        with joined([ddp], MLP.batches(rank, steps=(2, 6)[rank]), "batches") as batches:
             for number, batch in enumerate(batches):
                 if rank == 1 and number == fails_at:
                     raise ValueError("the dog ate it")

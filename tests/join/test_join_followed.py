@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import POLLED, joined
+from join_loops import TOLD_BY, joined
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 
@@ -96,7 +96,7 @@ def _divided(rank: int, world_size: int) -> None:
         local = LocalSGD(ddp, _sgd(ddp), period=100, start_step=start_step, subgroup=subgroup)
         gradients: list[Tensor] = []
         batches = MLP.batches(rank, steps=2 - rank)
-        with joined([ddp, local], batches, "loader", divide_by_initial_world_size=False) as iterated:
+        with joined([ddp, local], batches, "batches", divide_by_initial_world_size=False) as iterated:
             for batch in iterated:
                 local.zero_grad()
                 mean_squared_error(ddp, batch).backward()
@@ -160,7 +160,7 @@ def test_a_parameter_that_nobody_used_is_not_updated() -> None:
 
 
 def _with_scheduler(rank: int, world_size: int) -> None:
-    for batches, told_by in (((5, 2), "forwards"), ((3, 2), "stream")):
+    for batches, told_by in (((5, 2), "forwards"), ((3, 2), "batches")):
         ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
         optimizer = OverlappedOptimizer(_sgd(ddp))
         chain(AllReduce(), Step(optimizer)).register(ddp)
@@ -218,7 +218,7 @@ def _micro_batches(rank: int, world_size: int) -> None:
 
     expected = train("plain", None)
     for form in ("plain", "step", "deferred", "zero"):
-        for told_by in POLLED:
+        for told_by in TOLD_BY:
             assert_parity(train(form, told_by), expected, what=f"{form}, {told_by}")
 
 
@@ -230,7 +230,7 @@ def test_micro_batches_of_a_rank_that_then_runs_out_are_sent() -> None:
 
 
 def _clipped(rank: int, world_size: int) -> None:
-    for told_by in ("loader", "forwards"):
+    for told_by in ("batches", "forwards"):
         for scales in (False, True):
             ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
             optimizer = _sgd(ddp)
@@ -281,6 +281,10 @@ def _refuses_more(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match=r"call closure\(\) first"), Join([ddp, optimizer]):
         optimizer.step(lambda: 0.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    refused = pytest.raises(UnsupportedError, match=r"StepLR\.step\(\) is given an argument")
+    with refused, Join([ddp, optimizer, scheduler]):
+        scheduler.step(3)  # type: ignore[arg-type]
     with pytest.raises((TrainingLoopError, PeerError), match="add_param_group"):
         _adds_a_group(rank, world_size)
 
@@ -310,7 +314,7 @@ def _together(rank: int, world_size: int) -> None:
             getattr(made, call)()
 
         with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=rf"{call}.*ranks \[1\] have run out"):
-            _run([ddp, made], MLP.batches(rank, steps=4 - 2 * rank), "loader", body)
+            _run([ddp, made], MLP.batches(rank, steps=4 - 2 * rank), "batches", body)
 
 
 def test_a_call_of_all_ranks_is_refused_once_a_rank_has_run_out() -> None:

@@ -118,7 +118,7 @@ def _chains(rank: int, world_size: int) -> list[Any]:
     for number, (reducer, update) in enumerate(itertools.product(REDUCERS, UPDATES)):
         # PyTorch's hook, with which bf16 is compared, divides by all ranks.
         divides = reducer == "bf16" or number % 2 == 0
-        told_by = TOLD_BY[number % 2 :: 2]
+        told_by = TOLD_BY[number % 2 :][:1]
         results += _chained(rank, reducer, update, divides, OPTIMIZERS[number % 2], told_by)
     return results
 
@@ -139,7 +139,7 @@ def _automatic(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str,
     """An optimizer that is stepped in backward alone."""
     optimizer = ADAMW(ddp.parameters())
     scheduler = FALLING(optimizer)
-    chain(AllReduce(), Step(optimizer, deferred=told_by == "stream")).register(ddp)
+    chain(AllReduce(), Step(optimizer, deferred=told_by == "batches")).register(ddp)
 
     def body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
         torch.nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
@@ -152,12 +152,12 @@ def _automatic(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str,
 
 def _sharded(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
     """Our ZeroRedundancyOptimizer."""
-    is_plain = told_by == "loader"
+    is_plain = case is BATCH_NORM
     zero = ZeroRedundancyOptimizer(
         ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=not is_plain
     )
     if not is_plain:
-        chain(ZeroStep(zero, deferred=told_by == "lengths")).register(ddp)
+        chain(ZeroStep(zero, deferred=told_by == "forwards")).register(ddp)
     return _train_sharded(ddp, zero, case, rank, told_by, options, clears=is_plain)
 
 
@@ -219,7 +219,7 @@ def _other_optimizer(rank: int, name: str, case: Case, divides: bool, ways: tupl
 
 
 def _other_optimizers(rank: int, world_size: int) -> list[Any]:
-    cases = ((MLP, True, ("lengths", "stream")), (BATCH_NORM, False, ("loader",)))
+    cases = ((MLP, True, TOLD_BY), (BATCH_NORM, False, TOLD_BY[1:]))
     return [_other_optimizer(rank, name, *case) for name, case in itertools.product(OTHER_OPTIMIZERS, cases)]
 
 

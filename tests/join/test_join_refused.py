@@ -90,10 +90,6 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda ddp: Join([torch.optim.SGD(ddp.parameters(), lr=0.1)]),
         "joinable with a process group",
     ),
-    "negative lengths": (
-        lambda ddp: Join([ddp], lengths=-1),
-        r"lengths is this rank's number of iterations.*-1",
-    ),
     "unknown on_exhausted": (
         lambda ddp: Join([ddp], on_exhausted="wait"),  # type: ignore[arg-type]
         "on_exhausted is one of shadow, stop, raise, got 'wait'",
@@ -102,7 +98,6 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda ddp: Join([ddp, DelegatingOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))]),
         "DelegatingOptimizer runs no step hooks",
     ),
-    "lengths of several models": (lambda ddp: Join([ddp, _model()], lengths=3), "leave lengths out"),
 }
 
 
@@ -126,7 +121,7 @@ def _on_another_group() -> Any:
 
 def _nested(ddp: Any, rank: int) -> None:
     other = _on_another_group()
-    with Join([ddp], lengths=0), Join([other], lengths=0), Join([ddp]):
+    with Join([ddp]), Join([other]), Join([ddp]):
         pass
 
 
@@ -162,7 +157,7 @@ def _breaks(ddp: Any, rank: int) -> None:
 
 
 def _comes_again(ddp: Any, rank: int) -> None:
-    join = Join([ddp], lengths=0)
+    join = Join([ddp])
     for _ in range(2):
         with join:
             pass

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import POLLED, joined, overlapped_body, snapshot
+from join_loops import TOLD_BY, joined, overlapped_body, snapshot
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import assert_parity, run_ranks, wrap
@@ -134,7 +134,7 @@ def test_both_joins_behave_alike() -> None:
 
 def _beside_a_model(rank: int, world_size: int) -> None:
     """In every second iteration, which PyTorch's Join cannot follow."""
-    for told_by in POLLED:
+    for told_by in TOLD_BY:
         ddp, counter = wrap(MLP.model(), **MLP.ddp_options()), _Counter()
         with joined([counter, ddp], list(range((7, 4, 2)[rank])), told_by) as numbers:
             for number in numbers:

@@ -35,7 +35,7 @@ def _usual(ddp: Any, optimizer: Any, place: int, x: Any, y: Any) -> Any:
 
 
 def uneven(step: Step = _usual, *, schedule: Any = None, iterates: bool = False, **options: Any) -> Any:
-    """A loop of ``step`` and perhaps a scheduler; ``iterates``: over ``join.iterate``, which knows the lengths.
+    """A loop of ``step`` and perhaps a scheduler; ``iterates``: over ``join.iterate``.
 
     In plain DDP the optimizer and the scheduler of rank 1 stop with its batches, and its model becomes rank 0's.
     """

@@ -274,15 +274,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a rank without inputs leaves out a step": Mutant(
         "join/participation.py",
-        "yield from ((adapter, call, None) for adapter, call in self._regular)",
-        "yield from ((adapter, call, None) for adapter, call in self._regular[:-1])",
+        "self.adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2])",
+        "self.adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2]) if call < Call.STEP else None",
         "join/test_join_parity.py -k other_optimizers",
     ),
-    "a loop that is not regular is accepted": Mutant(
+    "hyperparameters are not followed": Mutant(
         "join/participation.py",
-        "if self._made == len(self._regular) or self._regular[self._made] != (adapter, call):",
-        "if self._made == len(self._regular):",
-        "join/test_join_regular.py -k first_iteration",
+        "self.hyperparameters.follow(detail[_OF_CALL - 2 :])",
+        "pass",
+        "join/test_join_loops.py -k groups_that_change",
     ),
     "purposes are not compared": Mutant(
         "ranks/board.py", "if purpose != self._purpose:", "if not purpose:", "ranks/test_agreement.py -k purposes"

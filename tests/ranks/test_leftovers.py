@@ -30,13 +30,9 @@ class _Loop:
         for batch in batches:
             mean_squared_error(self.ddp, batch).backward()
 
-    def known(self) -> None:
+    def joined(self) -> None:
         with Join([self.ddp]) as join:
             self._train(join.iterate(MLP.batches(self.rank, steps=9 if self.rank else 2)))
-
-    def polled(self) -> None:
-        with Join([self.ddp]) as join:
-            self._train(join.iterate(iter(MLP.batches(self.rank, steps=9 if self.rank else 2))))
 
     def consolidate(self) -> None:
         zero = ZeroRedundancyOptimizer(self.ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -46,8 +42,7 @@ class _Loop:
 
 
 _LOOPS: list[Callable[[_Loop], None]] = [
-    _Loop.known,
-    _Loop.polled,
+    _Loop.joined,
     _Loop.consolidate,
 ]
 

@@ -16,8 +16,8 @@ def _with_stages(form: Form) -> bool:
     return form.has_stages
 
 
-def _not_polled(form: Form) -> bool:
-    return form.join != "polled"  # There any number of steps is allowed.
+def _not_joined(form: Form) -> bool:
+    return not form.is_joined  # There any number of steps is allowed.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,6 @@ _ALL = (
     Fault(name="full disk", victim_ends=False),
     Fault(name="killed in a save", victim_ends=True),
     Fault(name="another plan", victim_ends=False, applies=_with_stages),
-    Fault(name="a step more", victim_ends=False, waits_for_timeout=True, applies=_not_polled),
+    Fault(name="a step more", victim_ends=False, waits_for_timeout=True, applies=_not_joined),
 )
 FAULTS = {fault.name: fault for fault in _ALL}

@@ -74,7 +74,7 @@ class Form:
 
     name: str
     build: Callable[[DistributedDataParallel, Trap, bool], Any]
-    join: str | None = None
+    is_joined: bool = False
     has_stages: bool = True
     is_ours: bool = True
     rounds_by_bucket: bool = False
@@ -130,9 +130,7 @@ _ALL = (
     Form(name="Quantize", build=functools.partial(_step, reducer=_quantize), rounds_by_bucket=True),
     Form(name="LocalSGD", build=_local),
     Form(name="LocalSGD, overlapped", build=functools.partial(_local, overlap=True)),
-    Form(name="Join, known", build=_step, join="known"),
-    Form(name="Join, polled", build=_step, join="polled"),
-    Form(name="Join, known, plain DDP", build=_plain, join="known", has_stages=False),
-    Form(name="Join, polled, plain DDP", build=_plain, join="polled", has_stages=False),
+    Form(name="Join", build=_step, is_joined=True),
+    Form(name="Join, plain DDP", build=_plain, is_joined=True, has_stages=False),
 )
 FORMS = {form.name: form for form in _ALL}

@@ -108,11 +108,11 @@ class _Training:
     def __init__(self, spec: Spec, report: _Report) -> None:
         self.spec, self.report = spec, report
         self.form: Form = FORMS[spec.form]
-        self.batches = STEPS - (SHORTER_BY if self.form.join and spec.rank == spec.ranks - 1 else 0)
+        self.batches = STEPS - (SHORTER_BY if self.form.is_joined and spec.rank == spec.ranks - 1 else 0)
         self.last = min(self.batches, spec.stops_after)
-        if spec.fault == "a step more" and not self.form.join:
+        if spec.fault == "a step more":
             self.last += 1
-        self.last_saved = STEPS - SHORTER_BY - 1 if self.form.join else STEPS
+        self.last_saved = STEPS - SHORTER_BY - 1 if self.form.is_joined else STEPS
         self.built: Built | None = None
         self.step = 0
 
@@ -129,7 +129,7 @@ class _Training:
         if spec.fault == "exception in a stage":
             self.built.trap.set_for = spec.fault_step
         self.report.say(started_s=time.monotonic())
-        if self.form.join is None:
+        if not self.form.is_joined:
             for batch in self._loader():
                 self._train(batch)
         else:
@@ -164,10 +164,7 @@ class _Training:
     def _train_joined(self) -> None:
         built = self.built
         assert built is not None
-        lengths = self.last - self.step if self.form.join == "known" else None
-        if lengths is not None and self.spec.fault == "a step more":
-            lengths -= 1
-        with overlap.Join([built.ddp, built.optimizer], lengths=lengths) as join:
+        with overlap.Join([built.ddp, built.optimizer]) as join:
             for batch in join.iterate(self._loader()):
                 self._train(batch)
 

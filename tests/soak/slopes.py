@@ -119,12 +119,12 @@ def _run(
 
 def _block(form: Form, built: Any, rank: int, ranks: int, steps: int, batches: list[Any]) -> Iterator[Any]:
     """The batches of some steps; under Join, one block of it."""
-    own = steps - (_SHORTER_BY if form.join and rank == ranks - 1 else 0)
+    own = steps - (_SHORTER_BY if form.is_joined and rank == ranks - 1 else 0)
     loader = (batches[step % _BATCHES] for step in range(own))
-    if form.join is None:
+    if not form.is_joined:
         yield from loader
         return
-    with overlap.Join([built.ddp, built.optimizer], lengths=own if form.join == "known" else None) as join:
+    with overlap.Join([built.ddp, built.optimizer]) as join:
         yield from join.iterate(loader)
 
 

@@ -17,7 +17,7 @@ PAIRS = (
     ("PowerSGD", "killed in a save"),
     ("Quantize", "full disk"),
     ("LocalSGD", "out of memory"),
-    ("Join, polled", "SIGTERM, handled"),
+    ("Join", "SIGTERM, handled"),
     ("ZeroStep, gathered in backward", "SIGSTOP"),
 )
 

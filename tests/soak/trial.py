@@ -67,7 +67,7 @@ def drawn(seed: str, pairs: list[tuple[str, str]]) -> Result:
     rng = random.Random(seed)
     form, fault = rng.choices(pairs, [_weight(*pair) for pair in pairs])[0]
     ranks = rng.choice((2, 2, 3, 4))
-    last = STEPS - (SHORTER_BY if FORMS[form].join else 0)
+    last = STEPS - (SHORTER_BY if FORMS[form].is_joined else 0)
     step = rng.randrange(1, last)
     if fault == "exception in a stage" and form.startswith("LocalSGD"):
         step = rng.randrange(1, 4)  # Later there are no gradients to reduce.

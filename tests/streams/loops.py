@@ -112,14 +112,6 @@ def joins(game: Game) -> None:
             game.update()
 
 
-def joins_knowing(game: Game) -> None:
-    """The same with lengths that all ranks know."""
-    with Join([game.ddp, *game.optimizers], lengths=2 + 2 * game.rank):
-        for _ in range(2 + 2 * game.rank):
-            game.loss().backward()
-            game.update()
-
-
 def fails_in_a_stage(game: Game) -> None:
     """A function of a chain raises on every rank, when some of the buckets have been sent."""
     with contextlib.suppress(ValueError, PeerError):  # A rank that comes there late has the other's error first.

@@ -181,7 +181,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "fails in a stage": Scenario(build=step(AllReduce, _failing, deferred=True), loop=loops.fails_in_a_stage),
     "joins": Scenario(build=step(AllReduce), loop=loops.joins, plain=adamw, host_syncs=_POLL),
-    "joins, 4 bits": Scenario(build=step(_four_bits), loop=loops.joins_knowing),
+    "joins, 4 bits": Scenario(build=step(_four_bits), loop=loops.joins, host_syncs=_POLL),
     "local": Scenario(loop=loops.trains_long, build=local_sgd()),
     "local, overlapped": Scenario(loop=loops.trains_long, build=local_sgd(overlap=True)),
     "local, fragments, outer": Scenario(
