@@ -87,7 +87,7 @@ class IdleStreams(DeviceStreams):
     def _copied(self, tensor: Tensor, *_: Any) -> Tensor:
         return tensor.clone()
 
-    to_host = to_device = _copied
+    to_device = _copied
 
 
 class Operators(TorchDispatchMode):

@@ -362,18 +362,6 @@ def _torch_join(setup: TrainingSetup) -> TrainingLoop:
 
 @variant("overlap-join", block_steps=4)
 def _overlap_join(setup: TrainingSetup) -> TrainingLoop:
-    """Every rank knows how many steps it runs."""
-    return _joined(setup, lengths_known=True)
-
-
-@variant("overlap-join-unknown", block_steps=4)
-def _overlap_join_unknown(setup: TrainingSetup) -> TrainingLoop:
-    """Ranks learn of each iteration from an all-reduce during its forward."""
-    return _joined(setup, lengths_known=False)
-
-
-def _joined(setup: TrainingSetup, *, lengths_known: bool) -> TrainingLoop:
-    """The plain loop over a loader that knows its length, or over a stream that does not."""
     if setup.is_simulated:
         raise UnsupportedError("Join talks to every rank when its block begins, and a simulated link has one process")
     ddp = setup.ddp()
@@ -384,7 +372,7 @@ def _joined(setup: TrainingSetup, *, lengths_known: bool) -> TrainingLoop:
     def block(steps: int) -> Iterator[None]:
         nonlocal batches
         with Join([ddp]) as join:
-            batches = join.iterate(range(steps) if lengths_known else iter(range(steps)))
+            batches = join.iterate(range(steps))
             # The first waits for the other ranks: once per loop, so it is not part of a step.
             next(batches)
             yield

@@ -44,9 +44,6 @@ class DeviceStreams:
     def future_for(self, device: torch.device) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=[device])
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", non_blocking=True)  # Into pinned memory.
-
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)  # From pageable memory the host would wait.
 
@@ -174,11 +171,6 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 def future_for(device: torch.device) -> torch.futures.Future[Any]:
     """A future of tensors on ``device``: where there are streams, to wait for it is to make the current one wait."""
     return _streams.future_for(device) if has_streams(device) else torch.futures.Future()
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """``tensor`` in the CPU's memory; where there are streams a copy, which is there when the current stream is."""
-    return _streams.to_host(tensor) if has_streams(tensor.device) else tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import run_ranks
 from harness.streams import STREAMS_BACKEND, Detector, detecting, one_process
+from harness.streams.detector import active
 from overlap._torch.device import (
     current_stream,
     future_for,
@@ -20,7 +21,6 @@ from overlap._torch.device import (
     recorded_event,
     synchronize,
     to_device,
-    to_host,
 )
 from overlap.hooks.transforms.clip import Clipping
 
@@ -124,8 +124,15 @@ def _frees_for_two(*, holds: bool = True) -> None:
     torch.zeros(8, device=DEVICE)
 
 
+def _pinned() -> torch.Tensor:
+    detector = active()
+    assert detector is not None
+    return detector.make_host_memory(torch.zeros(4), is_pinned=True)
+
+
 def _copies(*, waits: bool) -> None:
-    answers = to_host(torch.ones(4, device=DEVICE))
+    answers = _pinned()
+    answers.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
     copied = recorded_event(DEVICE)
     if waits:
         copied.synchronize()
@@ -135,8 +142,7 @@ def _copies(*, waits: bool) -> None:
 def _fills_again(*, waits: bool) -> None:
     """The host writes into pinned memory that a copy may still read."""
     values = torch.zeros(4, device=DEVICE)
-    buffer = to_host(values)
-    synchronize(DEVICE)
+    buffer = _pinned()
     buffer.fill_(1)
     values.copy_(buffer, non_blocking=True)
     if waits:

@@ -42,9 +42,6 @@ class OneStream(DeviceStreams):
     def future_for(self, device: torch.device) -> Any:
         return torch.futures.Future()
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
     def synchronize(self, device: torch.device | None = None) -> None:
         pass
 

@@ -132,10 +132,6 @@ MUTANTS: dict[str, Mutant] = {
         "memory.wait_until_allocated()",
         "released, on two streams",
     ),
-    # What the host reads late.
-    "a poll is read before it is there": _without(
-        "join.participation:_Poll.result", "self._copied.synchronize()", "joins", in_ranks=True
-    ),
     # Quantized collectives.
     "what a quantized collective reads is not kept": _without(
         "quantized:_Work.__init__", "self._used = used", "quantized collectives", _FREED

@@ -138,7 +138,6 @@ def _failing() -> Callable[[Any], None]:
 
 # Once, before the first average.
 _FIRST_ROUND = ("overlap/optim/local_sgd/averager.py:check_common",)
-_POLL = ("overlap/join/participation.py:result",)
 _WIRES: dict[str, Any] = {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True}
 _VIEWS = {"gradient_as_bucket_view": True}
 _UNUSED: dict[str, Any] = {"model": Unused, "ddp": {"find_unused_parameters": True}}
@@ -180,8 +179,8 @@ SCENARIOS: dict[str, Scenario] = {
         build=step(AllReduce, release_gradients=True), model=Branches, ddp=_VIEWS, plain=adamw
     ),
     "fails in a stage": Scenario(build=step(AllReduce, _failing, deferred=True), loop=loops.fails_in_a_stage),
-    "joins": Scenario(build=step(AllReduce), loop=loops.joins, plain=adamw, host_syncs=_POLL),
-    "joins, 4 bits": Scenario(build=step(_four_bits), loop=loops.joins, host_syncs=_POLL),
+    "joins": Scenario(build=step(AllReduce), loop=loops.joins, plain=adamw),
+    "joins, 4 bits": Scenario(build=step(_four_bits), loop=loops.joins),
     "local": Scenario(loop=loops.trains_long, build=local_sgd()),
     "local, overlapped": Scenario(loop=loops.trains_long, build=local_sgd(overlap=True)),
     "local, fragments, outer": Scenario(

@@ -56,16 +56,10 @@ class SimulatedStreams(DeviceStreams):
     def future_for(self, device: torch.device) -> Future[Any]:
         return DeviceFuture(self._detector)
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return self._in_host_memory(torch.empty_like(tensor)).copy_(tensor, non_blocking=True)
-
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        pinned = self._in_host_memory(tensor.clone())
+        pinned = self._detector.make_host_memory(tensor.clone(), is_pinned=True)
         made = torch.empty_strided(pinned.size(), pinned.stride(), dtype=pinned.dtype, device=self._detector.device)
         return made.copy_(pinned, non_blocking=True)
-
-    def _in_host_memory(self, tensor: Tensor) -> Tensor:
-        return self._detector.make_host_memory(tensor, is_pinned=True)
 
     def is_capturing(self, device: torch.device | None) -> bool:
         return False
