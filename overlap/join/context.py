@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms import join as base
@@ -47,23 +45,18 @@ OnExhausted = Literal["shadow", "stop", "raise"]
 
 
 class JoinHook(base.JoinHook):
-    """What a rank that has run out of inputs does instead of its training loop; also a hook of PyTorch's ``Join``.
+    """PyTorch's: what a rank without inputs does in place of a call that notifies the Join, and at the end.
 
     >>> class Silent(JoinHook):
     ...     def main_hook(self):
-    ...         "What a rank without inputs issues."
+    ...         "Issue the collectives of one call, the same as ranks with inputs issue."
+    ...     def post_hook(self, is_last_joiner):
+    ...         "Called once on every rank, when all have run out of inputs."
     """
-
-    def main_hook(self) -> None:
-        """Issue the collectives of one call that notified the Join, the same as ranks with inputs issue."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once on every rank, when all have run out of inputs; ``is_last_joiner``: this rank is one of those
-        with most inputs."""
 
 
 class Joinable(base.Joinable):
-    """Issues collectives, once or more per iteration; also a ``Joinable`` of PyTorch's ``Join``.
+    """PyTorch's: issues collectives, once or more per iteration.
 
     Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__``.
 
@@ -90,24 +83,6 @@ class Joinable(base.Joinable):
     >>> counter.counted
     4
     """
-
-    @abstractmethod
-    def __init__(self) -> None:
-        super().__init__()
-
-    @abstractmethod
-    def join_hook(self, **kwargs: Any) -> base.JoinHook:
-        """Make the hook for one Join; ``kwargs`` are the keyword arguments of the Join that are not its own."""
-
-    @property
-    @abstractmethod
-    def join_device(self) -> torch.device:
-        """The device for the Join's own collectives."""
-
-    @property
-    @abstractmethod
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The process group; the same for all joinables of one Join."""
 
 
 def refuse_before_model(joinable: base.Joinable, model_joins: Callable[[], bool]) -> None:
@@ -240,10 +215,7 @@ class Join(base.Join):
             for adapter in self._adapters:
                 adapter.enter(session, self._undo)
         except BaseException as error:
-            board.report(error)
-            board.leave()
-            self._leave()
-            disconnect(self._group)
+            self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -274,14 +246,15 @@ class Join(base.Join):
             raised = own
         cause = None if raised is None else _cause(raised, session.board)
         failed_with = cause or raised
-        # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
-        if failed_with is not None and not isinstance(failed_with, PeerError) and not session.has_raised_on_all:
-            session.board.report(failed_with)
-        has_failed = failed_with is not None and not session.has_raised_on_all
-        session.board.leave(has_failed=has_failed)
-        self._leave()
-        if has_failed:
+        if failed_with is None or session.has_raised_on_all:
+            session.board.leave()
+        else:
+            if not isinstance(failed_with, PeerError):  # Which the rank that caused it has reported.
+                session.board.report(failed_with)
+            session.board.leave(has_failed=True)
             disconnect(session.group)
+        self._session = None
+        self._undo.close()
         if cause is not None:
             raise cause from raised
         if raised is not None and raised is not error:
@@ -299,22 +272,13 @@ class Join(base.Join):
     def _have_last_hyperparameters(self, session: JoinSession) -> None:
         """Take over those of the rank whose buffers count; raises on every rank where that is an error."""
         own = session.hyperparameters
-        of_ranks = session.board.gather("end", own.values(), purpose=" to the end of Join")
+        of_ranks = session.of_ranks(own.values())
         try:
             for values in (*of_ranks, of_ranks[session.buffer_source]):
                 own.follow(values)
         except TrainingLoopError:
             session.has_raised_on_all = True
             raise
-        # Rank 0 goes on last, when all have read: its process may host the store.
-        if session.rank == 0:
-            session.board.gather("after the end", None, purpose=" to leave Join")
-        else:
-            session.board.write(f"after the end/{session.rank}", None)
-
-    def _leave(self) -> None:
-        self._session = None
-        self._undo.close()
 
 
 def _joinables(given: Any) -> list[Any]:

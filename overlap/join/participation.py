@@ -218,9 +218,9 @@ class JoinSession:
         """Repeat the others' calls until all ranks have run out; returns whether this rank was among the last."""
         ran, joined_at = self.iteration + 1, self.iteration
         if self.on_exhausted == "stop":
-            of_ranks = self.board.gather("left", ran, purpose=" to the end of the loop")
-            if len(set(of_ranks)) > 1:
-                raise TrainingLoopError(f"ranks left the loop after {of_ranks} iterations; {_TO_LEAVE_EARLY}")
+            counts = [int(count) for (count,) in self.of_ranks([ran])]
+            if len(set(counts)) > 1:
+                raise TrainingLoopError(f"ranks left the loop after {counts} iterations; {_TO_LEAVE_EARLY}")
             return True
         if self._is_iterated and not self._is_exhausted:
             raise TrainingLoopError(
@@ -250,6 +250,14 @@ class JoinSession:
         of_ranks[self.rank], of_ranks[self.size + self.rank] = has_inputs, self._steps
         described = described or [0.0] * (_OF_CALL + self.hyperparameters.count)
         return _Poll(self._channel, [*of_ranks, *described])
+
+    def of_ranks(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The ``numbers`` of every rank, which are as many on each."""
+        count = len(numbers)
+        placed = [0.0] * (self.size * count)
+        placed[self.rank * count : (self.rank + 1) * count] = numbers
+        sums = _Poll(self._channel, placed).result(self.board.poll)
+        return [sums[rank * count : (rank + 1) * count] for rank in range(self.size)]
 
     def _take(self, numbers: Sequence[float]) -> Sequence[float]:
         """Take over who has inputs; returns the description of a call, of zeros where an iteration begins."""
