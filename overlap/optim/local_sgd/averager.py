@@ -31,7 +31,7 @@ from overlap.hooks import StageContext
 from overlap.hooks.wires import Wire
 from overlap.optim.local_sgd.means import Running, Weight, WiredMean, average, wider
 from overlap.optim.stepper import check_optimizer, grads_replaced, step_whole
-from overlap.ranks.board import all_reduce
+from overlap.ranks.board import group_all_reduce
 
 __all__ = ["Averager", "MakeOptimizer", "Period", "into_fragments"]
 
@@ -328,7 +328,7 @@ class Anchors:
         values = self.values.values()
         sums = torch.stack([v.view(_BITS[v.dtype.itemsize]).sum(dtype=torch.int64).to(device) for v in values])
         extremes = torch.cat([sums, -sums])
-        all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        group_all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         largest, smallest = extremes[: len(sums)], -extremes[len(sums) :]
         if differing := [name for name, size in zip(self.values, (largest - smallest).tolist(), strict=True) if size]:
             raise ConfigurationError(
@@ -367,7 +367,7 @@ def _weight(steps: int, group: dist.ProcessGroup, device: torch.device) -> Weigh
     Communication: one all-reduce of a number on ``group``.
     """
     total = torch.tensor([steps], device=device)
-    all_reduce(total, group=group)
+    group_all_reduce(total, group=group)
     return Weight(steps, int(total)) if int(total) else None
 
 
