@@ -147,10 +147,12 @@ def issued(group: dist.ProcessGroup | Backend) -> int | None:
 
 
 def has_lost_connection(error: BaseException) -> bool:
-    """Whether ``error`` is Gloo's: another rank's process has ended, say, or does not come."""
-    if isinstance(error, dist.DistError):
+    """Whether ``error``, or one that caused it, is Gloo's: another rank's process has ended, say, or does not come."""
+    if isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    ):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return error.__cause__ is not None and has_lost_connection(error.__cause__)
 
 
 def abandon_group(group: dist.ProcessGroup) -> None:

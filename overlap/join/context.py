@@ -247,11 +247,11 @@ class Join(base.Join):
         cause = None if raised is None else _cause(raised, session.board)
         failed_with = cause or raised
         if failed_with is None or session.has_raised_on_all:
-            session.board.leave()
+            session.board.close()
         else:
             if not isinstance(failed_with, PeerError):  # Which the rank that caused it has reported.
                 session.board.report(failed_with)
-            session.board.leave(has_failed=True)
+            session.board.close(has_failed=True)
             disconnect(session.group)
         self._session = None
         self._undo.close()

@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._torch.c10d import abandon_group
+from overlap._torch.c10d import abandon_group, has_lost_connection
 from overlap._torch.device import current_stream, has_streams
 from overlap._torch.optimizer import drop_hooks
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, UnsupportedError
 from overlap.hooks.engine.registration import registration_of
 from overlap.plan.candidates import METHODS, PLAIN, build
-from overlap.ranks.board import Agreement, all_reduce, is_lost_connection
+from overlap.ranks.board import Agreement, group_all_reduce
 from overlap.ranks.machines import forget
 
 __all__ = ["FEWEST_ROUNDS", "Race", "Training", "copied", "generators_restored"]
@@ -209,7 +209,7 @@ class Race:
         lane = self._lanes.get(PLAIN)
         if lane is None:
             lane = self._add(PLAIN)
-            self._add_ms = self._agreement.from_rank_0(1e3 * (time.monotonic() - start_s))
+            self._add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s))[0]
         if lane is None:
             raise ConfigurationError(f"{PLAIN} does not take this model: {self.refused[PLAIN]}")
         if not self.samples[PLAIN]:
@@ -229,7 +229,7 @@ class Race:
             share_s = (end_s - start_s) / heats / len(field)
             for place, one in enumerate(field, 1):
                 # There must be time for a last heat, unless this is it.
-                is_short = self._agreement.from_rank_0(1e3 * (end_s - time.monotonic()) < last_ms)
+                is_short = self._agreement.agree(1e3 * (end_s - time.monotonic()) < last_ms)[0]
                 if is_short and not (is_last and one in self.ratios):
                     self.is_complete = False
                     break
@@ -304,7 +304,7 @@ class Race:
         except Exception as error:
             refusal = self._refusal(error)
             self._abandon(error)
-            if refusal is None and not isinstance(error, CollectiveError) and not is_lost_connection(error):
+            if refusal is None and not isinstance(error, CollectiveError) and not has_lost_connection(error):
                 raise
             # Perhaps the effect of a refusal on another rank. Without the frames, which have the copies.
             failure = error.with_traceback(None)
@@ -333,7 +333,7 @@ class Race:
         gathers_in_forward = METHODS[lane.candidate].update == "sharded, gathered in forward"
         lead_in_batches = [copy.deepcopy(self._sample)] if gathers_in_forward and lane.step_ms else []
         # Before the lead-in: behind it, what it leaves to the next forward would arrive while ranks wait here.
-        all_reduce(torch.zeros(1, device=lane.device), group=self.group)
+        group_all_reduce(torch.zeros(1, device=lane.device), group=self.group)
         for batch in lead_in_batches:
             lane.step(batch)
         _settle(lane.device)

@@ -15,8 +15,8 @@ ranks talk in the key-value store that the group was made with:
 
 Boards are named by what is the same on every rank: how often ranks have agreed on the group, and how often a
 registration has connected. So an old report is never taken for a new one, and nothing is ever taken back. When
-ranks have agreed, all have left the boards that they used before in the program's order, and each deletes what it wrote
-there. What a registration wrote to connect stays: some hundred bytes a rank.
+ranks have agreed, all have closed the boards that they used before in the program's order, and each deletes what it
+wrote there. What a registration or a Join wrote to connect stays: some hundred bytes a rank.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ __all__ = [
     "Agreement",
     "Board",
     "agree",
-    "all_reduce",
-    "broadcast",
     "explain",
     "explained",
     "failures_explained",
-    "is_lost_connection",
+    "group_all_reduce",
+    "group_broadcast",
     "is_reported",
     "of_all_ranks",
     "on_rank",
@@ -84,8 +83,8 @@ class _Ranks:
         self.watched: Board | None = None
         """The board of the Join whose block this process is in."""
         self.boards: WeakSet[Board] = WeakSet()
-        self.left: list[Board] = []
-        """Boards that this rank has left: all have when they agree again."""
+        self.closed: list[Board] = []
+        """Boards that this rank has closed: all have when they agree again."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> _Ranks:
@@ -210,18 +209,18 @@ class Board:
         return first
 
     def watch(self) -> None:
-        """Have every other board of the group look here, too, until this rank leaves: the block of a Join begins."""
+        """Have every other board of the group look here, too, until it is closed: the block of a Join begins."""
         self._ranks.watched = self
 
-    def leave(self, *, has_failed: bool = False) -> None:
-        """Called where this rank uses the board no more: what it wrote is deleted when all ranks agree again.
+    def close(self, *, has_failed: bool = False) -> None:
+        """This rank uses the board no more: what it wrote is deleted when all ranks agree again.
 
         With ``has_failed`` the connections of the group's other boards are made anew.
         """
         for board in list(self._ranks.boards) if has_failed else ():
             if board.disconnect is not None and (disconnect := board.disconnect()) is not None:
                 disconnect()
-        self._ranks.left.append(self)
+        self._ranks.closed.append(self)
         if self._ranks.watched is self:
             self._ranks.watched = None
 
@@ -305,11 +304,11 @@ class Agreement:
     ) -> None:
         if self._board is None:
             return
-        self._board.leave()
+        self._board.close()
         if error is None or isinstance(error, PeerError):
             return
         # This may be the effect of another rank's failure, whose own error says more.
-        if is_lost_connection(error) and (cause := self._board.peer_error(within_s=_REPORTING_S)) is not None:
+        if has_lost_connection(error) and (cause := self._board.peer_error(within_s=_REPORTING_S)) is not None:
             raise cause from error
         self._board.report(error)
 
@@ -328,13 +327,9 @@ class Agreement:
             self._compare_purposes(board)
         purpose = f" to {self._purpose}; every rank of the process group must do the same, in the same order"
         found = board.gather(str(number), value, purpose=purpose)
-        while self._ranks.left:
-            self._ranks.left.pop().delete()
+        while self._ranks.closed:
+            self._ranks.closed.pop().delete()
         return found
-
-    def from_rank_0(self, value: Any) -> Any:
-        """The ``value`` of rank 0, on all. Raises: as :meth:`agree`."""
-        return self.agree(value)[0]
 
     def _compare_purposes(self, board: Board) -> None:
         first, _, purpose = board.write_first(_PURPOSE, f"{board.rank} {self._purpose}").partition(" ")
@@ -357,13 +352,6 @@ def is_reported(error: BaseException) -> bool:
     while found is not None and not hasattr(found, _REPORTED):
         found = found.__cause__ or found.__context__
     return found is not None
-
-
-def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether ``error``, or an error that caused it, is of a backend that has lost a connection."""
-    while error is not None and not has_lost_connection(error):
-        error = error.__cause__
-    return error is not None
 
 
 def explained(error: Exception, what: str, board: Board | None = None) -> CollectiveError:
@@ -408,7 +396,7 @@ def failures_explained() -> Iterator[None]:
         raise explained(error, "failed") from error
 
 
-def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup) -> None:
+def group_all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup) -> None:
     """Reduce ``tensor`` over the group, in place on every rank.
 
     Raises:
@@ -418,14 +406,14 @@ def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.Proce
         dist.all_reduce(tensor, op=op, group=group)
 
 
-def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup) -> None:
-    """Copy ``tensor`` of rank ``src`` of the group to every rank, in place; raises as :func:`all_reduce`."""
+def group_broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup) -> None:
+    """Copy ``tensor`` of rank ``src`` of the group to every rank, in place; raises as :func:`group_all_reduce`."""
     with failures_explained():
         dist.broadcast(tensor, group=group, group_src=src)
 
 
 def of_all_ranks(value: object, group: dist.ProcessGroup) -> list[Any]:
-    """The ``value`` of every rank, in the order of ranks, on every rank; raises as :func:`all_reduce`."""
+    """The ``value`` of every rank, in the order of ranks, on every rank; raises as :func:`group_all_reduce`."""
     everyone: list[Any] = [None] * group.size()
     with failures_explained():
         dist.all_gather_object(everyone, value, group=group)
@@ -433,7 +421,7 @@ def of_all_ranks(value: object, group: dist.ProcessGroup) -> list[Any]:
 
 
 def on_rank(to: int, value: object, group: dist.ProcessGroup) -> list[Any] | None:
-    """The ``value`` of every rank on rank ``to`` of the group; ``None`` elsewhere. Raises as :func:`all_reduce`."""
+    """The ``value`` of every rank on rank ``to`` of the group; ``None`` elsewhere. Raises as that."""
     everyone: list[Any] | None = [None] * group.size() if group.rank() == to else None
     with failures_explained():
         dist.gather_object(value, everyone, group=group, group_dst=to)

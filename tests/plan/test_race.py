@@ -26,9 +26,6 @@ class _OneRank:
     def agree(self, value: Any = None) -> list[Any]:
         return [value]
 
-    def from_rank_0(self, value: Any) -> Any:
-        return value
-
 
 class _Lane:
     def __init__(self, candidate: str, step_ms: float) -> None:

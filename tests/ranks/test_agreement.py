@@ -125,7 +125,7 @@ def test_ranks_that_come_for_different_purposes_learn_of_both() -> None:
 
 def _values(rank: int, world_size: int) -> list[Any]:
     with Agreement(dist.group.WORLD, "compare") as agreement:
-        return [agreement.agree([rank, 0.1]), agreement.from_rank_0("chosen" if rank == 0 else None)]
+        return [agreement.agree([rank, 0.1]), agreement.agree("chosen" if rank == 0 else None)[0]]
 
 
 def test_ranks_learn_the_values_of_all() -> None:

@@ -62,14 +62,14 @@ def test_a_report_on_the_board_beside_is_found(groups: list[Any]) -> None:
         part.poll()
 
 
-def test_a_report_in_the_block_of_a_join_is_found_until_the_block_is_left(groups: list[Any]) -> None:
+def test_a_report_in_the_block_of_a_join_is_found_until_it_is_closed(groups: list[Any]) -> None:
     of_join, other = Board(groups[0], "join/0", event="failed under Join"), Board(groups[0], "0")
     of_join.watch()
     other.poll()
     Board(groups[1], "join/0").report(ValueError("the dog ate it"))
     with pytest.raises(PeerError, match="rank 1: ValueError: the dog ate it"):
         other.poll()
-    of_join.leave()
+    of_join.close()
     other.poll()
 
 

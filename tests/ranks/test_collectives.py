@@ -56,7 +56,6 @@ _ISSUE = {
     "ranks/board.py",
     "_torch/c10d.py",  # What executors launch; they wait for it.
     "join/adapters.py",  # In the block of a Join, which explains what comes out of it.
-    "join/participation.py",
     "hooks/engine/registration.py",  # As plain DDP does, where nothing is registered any more.
 }
 

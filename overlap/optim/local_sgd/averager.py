@@ -31,7 +31,7 @@ from overlap.hooks import StageContext
 from overlap.hooks.wires import Wire
 from overlap.optim.local_sgd.means import Running, Weight, WiredMean, average, wider
 from overlap.optim.stepper import check_optimizer, grads_replaced, step_whole
-from overlap.ranks.board import all_reduce
+from overlap.ranks.board import group_all_reduce
 
 __all__ = ["Averager", "MakeOptimizer", "Period", "into_fragments"]
 
@@ -346,7 +346,7 @@ def _weight(steps: int, group: dist.ProcessGroup, device: torch.device) -> Weigh
     Communication: one all-reduce of a number on ``group``.
     """
     total = torch.tensor([steps], device=device)
-    all_reduce(total, group=group)
+    group_all_reduce(total, group=group)
     return Weight(steps, int(total)) if int(total) else None
 
 

@@ -55,7 +55,7 @@ from overlap.optim.zero.partition import (
 )
 from overlap.optim.zero.shards import BucketShards, Shard, flatten, publish
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
-from overlap.ranks.board import Agreement, all_reduce, broadcast
+from overlap.ranks.board import Agreement, group_all_reduce, group_broadcast
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -556,7 +556,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                     p.grad = torch.empty_like(p, dtype=p.grad.dtype).copy_(p.grad)
             owned = [shard for p in reduced if (shard := self.shards[id(p)]).own is not None]
             norm = ShardedNorm(clipping, [shard.gradient() for shard in owned], self.trained, self.join_device)
-            all_reduce(norm.partial, op=norm.op, group=self.process_group)
+            group_all_reduce(norm.partial, op=norm.op, group=self.process_group)
             return norm.clip_()
 
     def wait(self) -> None:
@@ -785,11 +785,11 @@ def _lent_gradients(zero: ZeroRedundancyOptimizer) -> tuple[list[Tensor], list[T
     """
     group, device, rank = zero.process_group, zero.join_device, zero.rank
     lender = torch.tensor([zero.world_size if zero.has_joined else rank], device=device)
-    all_reduce(lender, op=dist.ReduceOp.MIN, group=group)
+    group_all_reduce(lender, op=dist.ReduceOp.MIN, group=group)
     src = int(lender.item())
     shards = list(zero.shards.values())
     has_gradient = torch.tensor([s.parameter.grad is not None for s in shards], dtype=torch.uint8, device=device)
-    broadcast(has_gradient, src=src, group=group)
+    group_broadcast(has_gradient, src=src, group=group)
     lent = [shard for shard, flag in zip(shards, has_gradient.tolist(), strict=True) if flag]
     parts: list[Tensor] = []
     for shard in lent:
@@ -797,7 +797,7 @@ def _lent_gradients(zero: ZeroRedundancyOptimizer) -> tuple[list[Tensor], list[T
         if rank == src and shard.parameter.grad is not None:
             whole.copy_(shard.parameter.grad)
         flat = flatten(whole)
-        broadcast(flat, src=src, group=group)
+        group_broadcast(flat, src=src, group=group)
         parts.append(flat[slice(*shard.range)])
     return [shard.parameter for shard in lent], parts
 
