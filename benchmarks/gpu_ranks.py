@@ -53,7 +53,7 @@ def _of_rank_4(group: dist.ProcessGroup) -> object:
 
 
 # With the full batch of each rank; a quarter of it is where communication shows.
-MODELS = {"cuda": {"resnet50-224": 128, "gpt-350m": 8, "gpt-1.3b": 8}, "cpu": {"mlp-batchnorm": 8}}
+MODELS = {"cuda": {"gpt-350m": 8, "resnet50-224": 128, "gpt-1.3b": 8}, "cpu": {"mlp-batchnorm": 8}}
 FSDP = "FSDP2, bf16"
 PLAIN: dict[str, Recipe | None] = {
     "plain DDP": plain,
@@ -100,10 +100,9 @@ def cells(device: str, *, is_slow: bool) -> Iterator[Cell]:
         for (model, batch), row in product(SLOW_MODEL[device].items(), SLOW_ROWS):
             yield Cell(model=model, batch=batch, bucket_mb=25, row=row)
         return
-    for share, bucket_mb in product((1, 4), (25, 100)):
-        for (model, batch), row in product(MODELS[device].items(), ROWS):
-            if row != FSDP or bucket_mb == 25:  # It has no buckets.
-                yield Cell(model=model, batch=batch // share, bucket_mb=bucket_mb, row=row)
+    for share, (model, batch), bucket_mb, row in product((1, 4), MODELS[device].items(), (25, 100), ROWS):
+        if row != FSDP or bucket_mb == 25:  # It has no buckets.
+            yield Cell(model=model, batch=batch // share, bucket_mb=bucket_mb, row=row)
 
 
 def measure(cell: Cell, device: torch.device, *, is_slow: bool) -> None:
