@@ -59,8 +59,8 @@ def _all_counts(rank: int, world_size: int) -> list[Any]:
 def test_an_iteration_costs_one_poll_and_no_collective_of_the_model() -> None:
     """And once a rank has run out one poll more for each call that it replays."""
     for has_buffers, (extra, polls) in enumerate(run_ranks(_all_counts, 2, timeout_s=120)[0]):
-        # Replayed are backwards, and forwards that synchronize buffers; one more poll ends the block.
-        expected = _STEPS + 1 + (_STEPS - _FEWER) * (1 + has_buffers)
+        # Replayed are backwards, and forwards that synchronize buffers; two more polls end the block.
+        expected = _STEPS + 2 + (_STEPS - _FEWER) * (1 + has_buffers)
         for told_by in TOLD_BY:
             assert (extra[told_by], polls[told_by]) == (0, expected), told_by
         assert extra["PyTorch"] == 2 + has_buffers

@@ -75,25 +75,6 @@ def test_a_second_backward_before_step_is_an_error_with_the_remedy() -> None:
     run_ranks(_second_backward, 2)
 
 
-def _backward_again_in_a_block(rank: int, world_size: int, deferred: bool) -> list[str]:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    try:
-        with chain(AllReduce(), Step(optimizer, deferred=deferred)).register(ddp):
-            loss = ddp(*MLP.batch(0, rank).inputs).square().sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-    except RuntimeError as error:
-        return error.__notes__
-    return []
-
-
-def test_in_a_block_the_error_of_a_second_backward_through_one_graph_names_the_remedy() -> None:
-    for notes in run_ranks(_backward_again_in_a_block, 2, False):
-        assert "Step(optimizer, deferred=True)" in notes[-1]
-    assert run_ranks(_backward_again_in_a_block, 2, True) == [[], []]
-
-
 def _missed_parameters(rank: int, world_size: int) -> None:
     ddp, optimizer = _form("interleaved")
     for step in range(3):

@@ -87,7 +87,7 @@ def _replicated(rank: int) -> None:
 
 def _sharded(rank: int) -> None:
     by = _by_hand(MLP, rank, ADAMW)
-    forms: tuple[dict[str, Any], ...] = ({}, {"deferred": True}, {"gather": "forward"}, {"clip_grad_norm": 1e6})
+    forms: tuple[dict[str, Any], ...] = ({}, {"deferred": True}, {"gather": "forward"})
     # By parameter, and where the update reduces by itself, only one rank has the gradient that is not finite.
     for options, partition in [*((options, "element") for options in forms), ({}, "parameter")]:
         ddp = wrap(MLP.model(), **MLP.ddp_options())

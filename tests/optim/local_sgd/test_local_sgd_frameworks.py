@@ -21,8 +21,6 @@ from overlap.optim import local_sgd
 # PyTorch's class, ours, and what is public in PyTorch's and deliberately absent in ours.
 PAIRS: dict[str, tuple[type, type, set[str]]] = {
     "Join": (torch_join.Join, overlap.Join, set()),
-    "Joinable": (torch_join.Joinable, overlap.Joinable, set()),
-    "JoinHook": (torch_join.JoinHook, overlap.JoinHook, set()),
     "ModelAverager": (torch_averagers.ModelAverager, local_sgd.ModelAverager, set()),
     "PeriodicModelAverager": (torch_averagers.PeriodicModelAverager, local_sgd.PeriodicModelAverager, set()),
     "HierarchicalModelAverager": (
