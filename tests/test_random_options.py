@@ -88,7 +88,7 @@ MADE: dict[str, tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]] = {
     },
     "TopK": (overlap.TopK, lambda of: {"density": 0.1}),
     "PowerSGD": (overlap.PowerSGD, lambda of: {}),
-    "PowerSGDState": (overlap.PowerSGDState, lambda of: {"process_group": None, "alternate": False, "wire": None}),
+    "PowerSGDState": (overlap.PowerSGDState, lambda of: {"process_group": None}),
     "Quantize": (overlap.Quantize, lambda of: {}),
     "GatherQuantized": (hooks.GatherQuantized, lambda of: {"chunk": 512}),
     "Cast": (overlap.Cast, lambda of: {"dtype": torch.bfloat16}),

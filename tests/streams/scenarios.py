@@ -134,8 +134,6 @@ def _failing() -> Callable[[Any], None]:
     return failing
 
 
-# Once, before the first average.
-_FIRST_ROUND = ("overlap/optim/local_sgd/averager.py:check_common",)
 _VIEWS = {"gradient_as_bucket_view": True}
 _UNUSED: dict[str, Any] = {"model": Unused, "ddp": {"find_unused_parameters": True}}
 
@@ -177,6 +175,6 @@ SCENARIOS: dict[str, Scenario] = {
     "local": Scenario(loop=loops.trains_long, build=local_sgd()),
     "local, overlapped": Scenario(loop=loops.trains_long, build=local_sgd(overlap=True)),
     "local, fragments, outer": Scenario(
-        loop=loops.trains_long, build=local_sgd(overlap=True, fragments=2, outer=_outer), host_syncs=_FIRST_ROUND
+        loop=loops.trains_long, build=local_sgd(overlap=True, fragments=2, outer=_outer)
     ),
 }
