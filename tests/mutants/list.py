@@ -288,7 +288,7 @@ MUTANTS: dict[str, Mutant] = {
         "join/participation.py",
         "self.hyperparameters.follow(detail[_OF_CALL - 2 :])",
         "pass",
-        "join/test_join_loops.py -k groups_that_change",
+        "loops/test_loops.py -k 'momentum and hand'",
     ),
     "purposes are not compared": Mutant(
         "ranks/board.py", "if purpose != self._purpose:", "if not purpose:", "ranks/test_agreement.py -k purposes"

@@ -19,20 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from overlap._torch.ddp import (
-    is_compiled,
-    is_compiled_in_place,
-    notify_of_reads,
-    stop_notifying,
-    unread_parameters,
-)
+from overlap._torch.ddp import is_compiled, is_compiled_in_place
 from overlap._torch.device import current_stream, hold
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
@@ -122,7 +117,7 @@ class ParameterPrefetch:
         for handle in self._handles:
             handle.remove()
         for module in self._modules():
-            stop_notifying(module, self._on_read)
+            _stop_notifying(module, self._on_read)
         self._model, self._handles = None, []
         self.wait()
 
@@ -133,11 +128,11 @@ class ParameterPrefetch:
     def _follow(self) -> None:
         """Have readers of the model's modules wait, also of those that it has got since."""
         for module in self._modules():
-            notify_of_reads(module, self._on_read)
+            _notify_of_reads(module, self._on_read)
 
     def _before_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """Wait for the parameters of ``module`` that get other values, whether or not their gathers failed."""
-        for name, parameter in unread_parameters(module).items():
+        for name, parameter in _unread_parameters(module).items():
             completion = self._completions.pop(id(parameter), None) if f"{prefix}{name}" in state_dict else None
             if completion is not None:
                 with contextlib.suppress(Exception):
@@ -176,3 +171,75 @@ class _Hook:
 def _leave_untraced() -> None:
     """A compiled forward does not include the wait. Not at import, where the compiler would be imported, too."""
     _Hook.__call__ = torch.compiler.disable(_Hook.__call__)  # type: ignore[method-assign]
+
+
+# Who reads parameters. Private: ``Module._parameters`` is the dict in which ``module.weight``, ``parameters()``,
+# ``state_dict()``, ``_apply`` and copies look parameters up.
+
+_OnRead = Callable[[Iterable[Tensor | None]], None]
+
+
+class _Parameters(dict[str, Any]):
+    """The parameters of a module, which calls ``on_read`` with those that are about to be read."""
+
+    __slots__ = ("on_read",)
+
+    def __init__(self, parameters: dict[str, Any], on_read: _OnRead) -> None:
+        super().__init__(parameters)
+        self.on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self.on_read((value,))
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.on_read((super().get(name),))
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.on_read((super().get(name),))
+        return super().pop(name, *default)
+
+    def values(self) -> Any:
+        self.on_read(super().values())
+        return super().values()
+
+    def items(self) -> Any:
+        self.on_read(super().values())
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        # Since this is overridden dict(parameters) and {**parameters} call __getitem__.
+        return super().__iter__()
+
+    def copy(self) -> dict[str, Any]:
+        self.on_read(super().values())
+        return self.plain()
+
+    def plain(self) -> dict[str, Any]:
+        """An ordinary dict of the same parameters, without a read."""
+        return dict(super().items())
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
+
+
+def _notify_of_reads(module: nn.Module, on_read: _OnRead) -> None:
+    """Call ``on_read`` before parameters of ``module`` are read; a scripted module keeps them elsewhere."""
+    parameters = vars(module).get("_parameters")
+    if isinstance(parameters, dict) and type(parameters) in (dict, OrderedDict):
+        vars(module)["_parameters"] = _Parameters(parameters, on_read)
+
+
+def _stop_notifying(module: nn.Module, on_read: _OnRead) -> None:
+    """Undo :func:`_notify_of_reads` with this ``on_read``."""
+    parameters = vars(module).get("_parameters")
+    if isinstance(parameters, _Parameters) and parameters.on_read == on_read:
+        vars(module)["_parameters"] = parameters.plain()
+
+
+def _unread_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's own parameters by name, without a read."""
+    parameters = module._parameters
+    return parameters.plain() if isinstance(parameters, _Parameters) else dict(parameters.items())
