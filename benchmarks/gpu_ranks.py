@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -38,7 +38,18 @@ from benchmarks.link import shared_gpu_env
 from benchmarks.measuring import MemoryMeter
 from benchmarks.models import WORKLOADS
 from benchmarks.ranks import die_with_parent
-from benchmarks.recipes import Maker, Recipe, plain, reduced, sharded, stepped, stepped_by_loop, torch_hook, torch_zero
+from benchmarks.recipes import (
+    Maker,
+    Recipe,
+    plain,
+    reduced,
+    sharded,
+    stepped,
+    stepped_by_loop,
+    torch_hook,
+    torch_powersgd,
+    torch_zero,
+)
 from overlap import AllReduce, Cast, Int4, Int8, PowerSGD, Quantize
 from overlap._torch.device import synchronize
 from overlap.hooks.engine.registration import registration_of
@@ -46,10 +57,6 @@ from overlap.hooks.engine.registration import registration_of
 # Steps: to warm up, in a row, alone.
 _STEPS = {"cuda": (20, 10, 5), "slow": (4, 4, 1), "cpu": (3, 2, 1)}
 _ADAMW = Maker(torch.optim.AdamW, {"lr": 1e-4, "fused": True})
-
-
-def _of_rank_4(group: dist.ProcessGroup) -> object:
-    return powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2)
 
 
 # With the full batch of each rank; a quarter of it is where communication shows.
@@ -71,7 +78,7 @@ ROWS: dict[str, Recipe | None] = {
 SLOW_MODEL = {"cuda": {"gpt-350m": 8}, "cpu": MODELS["cpu"]}
 SLOW_ROWS: dict[str, Recipe | None] = {
     **PLAIN,
-    "DDP, PowerSGD hook of rank 4": torch_hook(powerSGD_hook.powerSGD_hook, _of_rank_4),
+    "DDP, PowerSGD hook of rank 4": torch_powersgd,
     "Step, deferred": stepped(deferred=True),
     "Cast(bfloat16)": reduced(lambda: Cast(torch.bfloat16, AllReduce())),
     "Quantize(Int8())": reduced(lambda: Quantize(Int8())),

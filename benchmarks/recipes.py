@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -75,6 +75,15 @@ def torch_hook(hook: Any, state: Callable[[dist.ProcessGroup], object] = lambda 
         return plain(ddp, make)
 
     return recipe
+
+
+def torch_powersgd(ddp: DistributedDataParallel, make: Maker) -> Update:
+    """Of rank 4, from its earliest start on: compressed from the third step on."""
+
+    def state(group: dist.ProcessGroup) -> object:
+        return powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2)
+
+    return torch_hook(powerSGD_hook.powerSGD_hook, state)(ddp, make)
 
 
 def torch_hook_then_optimizer(ddp: DistributedDataParallel, make: Maker) -> Update:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
@@ -32,6 +32,7 @@ from benchmarks.recipes import (
     stepped_by_loop,
     torch_hook,
     torch_hook_then_optimizer,
+    torch_powersgd,
     torch_zero,
     torch_zero_interleaved,
 )
@@ -287,11 +288,7 @@ _row("torch-bf16", torch_hook(default_hooks.bf16_compress_hook))
 _row("overlap-bf16", stepped(lambda: Cast(torch.bfloat16, AllReduce())))
 _row(
     "torch-powersgd-r4",
-    torch_hook(
-        powerSGD_hook.powerSGD_hook,
-        # Its earliest start: compressed from the third step on.
-        lambda group: powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2),
-    ),
+    torch_powersgd,
     # On Gloo its collectives reach the ranks in different orders now and then, and abort the process.
     timed_alone=True,
 )

@@ -204,13 +204,11 @@ def send_recv(
     return Collective(label, group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
 
 
-def all_to_all(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, group: dist.ProcessGroup, label: str = "send_recv"
-) -> Operation:
+def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, group: dist.ProcessGroup) -> Operation:
     """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``; this rank's own are ignored.
 
     On NCCL one collective. Elsewhere messages, of which empty ones are not sent; each rank starts with the next one, so
-    that not all send to the same rank at once. ``label`` names it in profiles and timelines.
+    that not all send to the same rank at once.
     """
     ranks, rank = group.size(), group.rank()
     peers = [(rank + distance) % ranks for distance in range(1, ranks)]
@@ -222,7 +220,7 @@ def all_to_all(
         return channel.send_recv(sends, [(outputs[peer], peer) for peer in peers if outputs[peer].numel()])
 
     sent = sum([inputs[peer].nbytes for peer in peers])
-    return Collective(label, group, start, sent=lambda size: sent)
+    return Collective("send_recv", group, start, sent=lambda size: sent)
 
 
 def add_messages(

@@ -67,8 +67,6 @@ def run_ranks(
     is raised: every rank is waited for, and the result of one that failed is its exception (`RankDied` for a
     death, `RankHung` for a hang).
     """
-    if "nccl" not in str(backend):
-        start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         shared = {
             "world_size": world_size,
@@ -110,7 +108,10 @@ class _Rank:
     @classmethod
     def start(cls, spec: RankSpec) -> _Rank:
         # CUDA does not survive a fork, even of a process that has only counted its GPUs.
-        context = multiprocessing.get_context("spawn" if "nccl" in str(spec.backend) else "forkserver")
+        is_forked = "nccl" not in (spec.backend or "")
+        if is_forked:
+            start_server()
+        context = multiprocessing.get_context("forkserver" if is_forked else "spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=rank_main, args=(spec, theirs), name=f"rank{spec.rank}", daemon=True)
         process.start()
