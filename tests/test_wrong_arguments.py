@@ -84,10 +84,19 @@ class _Switched(torch.optim.SGD):
 IN_A_CHAIN: dict[str, tuple[Call, str]] = {
     "an optimizer": (lambda of: of.sgd, f"SGD is not a stage: {STEP}"),
     "an OverlappedOptimizer": (lambda of: OverlappedOptimizer(of.sgd), f"OverlappedOptimizer is not a stage: {STEP}"),
-    "an optimizer's step": (lambda of: of.sgd.step, r"step cannot be called with \(state, bucket\)"),
+    "an optimizer's step": (lambda of: of.sgd.step, STEP),
     "a sharded optimizer": (lambda of: of.zero, r"write chain\(ZeroStep\(zero\)\)"),
     "a stage's class": (lambda of: Step, r"Step is not a stage: it is a class; write Step\(\.\.\.\)"),
     "a wire": (lambda of: Int8(), r"Int8\(\) is not a stage: write Quantize\(Int8\(\)\)"),
+    "a clip of the norm": (
+        lambda of: torch.nn.utils.clip_grad_norm_,
+        r"clip_grad_norm_ is not a stage: write ClipGradNorm\(max_norm\)",
+    ),
+    "a clip, partly bound": (
+        lambda of: partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0),
+        r"ClipGradNorm\(max_norm\)",
+    ),
+    "a clip of values": (lambda of: torch.nn.utils.clip_grad_value_, r"bucket\.buffer\.clamp_\(-value, value\)"),
     "a module": (lambda of: of.model, "Sequential is not a stage: a stage is"),
     "a list": (
         lambda of: [AllReduce()],

@@ -66,11 +66,11 @@ def as_stage(hook: CommHook | Callable[..., Any] | Stage, state: Any = None) -> 
     """
     if isinstance(hook, StageHook):
         return hook.stage(state)
-    if isinstance(hook, Stage) or _takes_a_bucket(hook):
+    if isinstance(hook, Stage) or (_takes_a_bucket(hook) and _instead_of_clip(hook) is None):
         if state is not None:
             raise ConfigurationError(f"a stage keeps its own state, but {told(state)} was given for {shown(hook)}")
         return hook if isinstance(hook, Stage) else _FunctionStage(hook)  # type: ignore[arg-type]
-    if not callable(hook) or isinstance(hook, nn.Module | type):
+    if not callable(hook) or _is_never_a_hook(hook):
         raise ConfigurationError(f"{shown(hook)} is not a stage: {_remedy(hook)}")
     try:
         inspect.signature(hook).bind(state, None)
@@ -129,7 +129,7 @@ def shown(thing: object) -> str:
 
 def _takes_a_bucket(thing: object) -> bool:
     """Whether ``thing`` is a function of a bucket: ``async``, or a plain one that must be given one argument."""
-    if isinstance(thing, Stage | StageHook | nn.Module | type) or not callable(thing):
+    if isinstance(thing, Stage | StageHook) or not callable(thing) or _is_never_a_hook(thing):
         return False
     if inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None)):  # noqa: B004
         return True
@@ -142,6 +142,25 @@ def _takes_a_bucket(thing: object) -> bool:
     return len([p for p in positional if p.default is p.empty]) == 1 and not is_variadic
 
 
+def _is_optimizer(thing: object) -> bool:
+    return isinstance(getattr(thing, "__self__", thing), Optimizer)  # Its step() is often given, too.
+
+
+def _instead_of_clip(thing: object) -> str | None:
+    """The code to write in place of PyTorch's functions, perhaps with some arguments in a ``functools.partial``."""
+    function = getattr(thing, "func", thing)
+    if function is nn.utils.clip_grad_norm_:
+        return "write ClipGradNorm(max_norm)"
+    if function is nn.utils.clip_grad_value_:
+        return "write a function, def clip_value(bucket): bucket.buffer.clamp_(-value, value)"
+    return None
+
+
+def _is_never_a_hook(thing: object) -> bool:
+    """Whether ``thing`` can be called with two arguments and is yet known to be something else."""
+    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or _instead_of_clip(thing) is not None
+
+
 def _remedy(thing: Any) -> str:
     """The code to write in place of ``thing``, for common mistakes."""
     if isinstance(thing, type):
@@ -150,8 +169,10 @@ def _remedy(thing: Any) -> str:
         return f"write Quantize({thing!r})"
     if isinstance(thing, classes.ZeroRedundancyOptimizer):
         return "write chain(ZeroStep(zero))"
-    if isinstance(thing, Optimizer):
+    if _is_optimizer(thing):
         return "write chain(AllReduce(), Step(optimizer))"
+    if (instead := _instead_of_clip(thing)) is not None:
+        return instead
     if isinstance(thing, list | tuple):
         return "give stages one by one, as in chain(*stages)"
     return (
@@ -240,6 +261,9 @@ class _RawBucket:
 
     def parameters(self) -> list[torch.Tensor]:
         return list(self._bucket.parameters)
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self._bucket = self._bucket.with_buffer(buffer)
 
 
 # To a hook.
