@@ -383,6 +383,11 @@ class _Boxes:
             self._places[place] = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
         return list(self._places[place][:nbytes].view(like.dtype).view(others, numel))
 
+    @property
+    def held_bytes(self) -> int:
+        """The memory that is kept for the next sum."""
+        return sum(place.numel() for place in self._places)
+
 
 class _Messages:
     """The works of messages between two ranks on Gloo, as one that can be waited for with a timeout.
