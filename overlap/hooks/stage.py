@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import inspect
 import re
 import weakref
 from abc import ABC, abstractmethod
@@ -82,7 +81,7 @@ class StageContext:
     """The model itself."""
     is_joining: Callable[[], bool] = lambda: False
     """Whether the model is inside of a ``Join``, overlap's or PyTorch's."""
-    tell: Callable[[BaseException], None] = lambda error: None
+    report: Callable[[BaseException], None] = lambda error: None
     """Reports an error in the training loop between two passes, after which this rank stops, to the other ranks."""
     note_unfinished: Callable[[], None] = lambda: None
     """Before the next forward, discards DDP's unfinished backward, because it failed."""
@@ -227,11 +226,9 @@ class Stage(ABC):
 
         def __getattr__(self, name: str) -> Any:
             # Frameworks and DDP itself read these of a communication hook, in place of which a stage is given at times.
-            if name == "__signature__":
-                return _SIGNATURE
-            if name in ("__name__", "__qualname__"):
+            if name in ("__signature__", "__qualname__"):
                 whole = repr(self) if self.sequence != (self,) else f"chain({self!r})"
-                raise _NotAHookError(
+                raise RegistrationError(
                     f"{self!r} is a stage, not a communication hook: call {whole}.register(ddp); where a framework "
                     f"registers the hook, give it overlap.as_hook({self!r})"
                 )
@@ -269,14 +266,6 @@ class UpdateStage(Stage):
     @abstractmethod
     def skip_if(self, found_inf: Tensor) -> None:
         """Skip the update of the pass under way where ``found_inf``, 0-dimensional, is not zero."""
-
-
-# Without annotations, which DDP compares with its own types.
-_SIGNATURE = inspect.Signature([inspect.Parameter("bucket", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
-
-
-class _NotAHookError(RegistrationError, AttributeError):
-    """An AttributeError, so that whoever asks whether a stage has a name learns that it has none."""
 
 
 def walk(stage: Stage) -> Iterator[Stage]:

@@ -277,7 +277,7 @@ class refusals_told:  # noqa: N801 (used as a function)
         if isinstance(error, TrainingLoopError):
             for lifecycle in self.lifecycles:
                 if lifecycle.context is not None:
-                    lifecycle.context.tell(error)
+                    lifecycle.context.report(error)
             hide_internal_frames(error)
 
 

@@ -85,8 +85,8 @@ class Timeline:
             registration = self._observed(cleanup)
             self._kinds = _roles_of(registration.stage)
             self._recorder = Recorder(clock_for(next(iter(data_parallel_parameters(self._ddp))).device))
-            registration.observer = self._recorder
-            cleanup.callback(setattr, registration, "observer", None)
+            registration.runtime.executor.observer = self._recorder
+            cleanup.callback(setattr, registration.runtime.executor, "observer", None)
             cleanup.enter_context(_watching(self._ddp, self._recorder))
             self._cleanup = cleanup.pop_all()
         self._is_recording = True
@@ -107,9 +107,9 @@ class Timeline:
             registration = chain(AllReduce()).register(self._ddp)
             cleanup.callback(registration.remove)
             return registration
-        if registration.observer is not None:
+        if (observer := registration.runtime.executor.observer) is not None:
             raise RegistrationError(
-                f"{registration.stage!r} has an observer already ({type(registration.observer).__name__}); "
+                f"{registration.stage!r} has an observer already ({type(observer).__name__}); "
                 "leave that Timeline's block first"
             )
         self._title = repr(registration.stage)

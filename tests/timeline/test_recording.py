@@ -81,7 +81,7 @@ def a_chain(rank: int, world_size: int) -> None:
     report = timeline.report()
     assert [len(of) for of in report.ranks] == [4, 4] and report is timeline.report(), "gathered once"
     assert report.title == "chain(AllReduce(), Step(SGD, interleaved))"
-    assert registration.is_active and registration.observer is None
+    assert registration.is_active and registration.runtime.executor.observer is None
     gradient_bytes = 4 * sum(parameter.numel() for parameter in ddp.parameters())
     for step in report.steps:
         _is_in_order(step)

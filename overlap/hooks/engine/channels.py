@@ -26,6 +26,7 @@ from overlap.ranks.board import Board, explained
 
 __all__ = ["GroupChannels", "PrivateChannels"]
 
+_CPU = torch.device("cpu")
 _REMEDY = "; every rank of the model's process group must register the same stages and run backward"
 
 # How many registrations have connected on a group.
@@ -35,8 +36,8 @@ _connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDiction
 class GroupChannels:
     """The model's process group itself, for stages that run on the training thread.
 
-    The group belongs to the user: there is nothing to open, to close or to report on. All methods but ``of`` do
-    nothing, except that ``fail`` is passed on to the group's own ``overlap_channel``, if it has one.
+    The group belongs to the user, so there is nothing to open, close or report on; ``fail`` is passed on to the group's
+    own ``overlap_channel``, if it has one.
     """
 
     is_open = True
@@ -52,17 +53,22 @@ class GroupChannels:
         own: Channel | None = getattr(used, "overlap_channel", None)
         return GroupChannel(used) if own is None else own
 
-    def open(self) -> None: ...
+    def open(self) -> None:
+        """Connect to the other ranks of the model's group now, unless connected."""
+
+    def report(self, error: BaseException) -> None:
+        """Report an error of the training loop, which has left nothing in flight; the next use connects again."""
 
     def fail(self, error: BaseException) -> None:
+        """Report ``error`` and abandon what is in flight; the next use connects again."""
         if (own := getattr(self.group, "overlap_channel", None)) is not None:
             own.fail(error)
 
-    def tell(self, error: BaseException) -> None: ...
+    def abort(self) -> None:
+        """Abandon what is in flight: the other ranks see their connections close."""
 
-    def abort(self) -> None: ...
-
-    def forget_done(self) -> None: ...
+    def forget_done(self) -> None:
+        """Release the tensors of collectives that are done; called where collectives are issued."""
 
 
 class PrivateChannels(GroupChannels):
@@ -74,8 +80,7 @@ class PrivateChannels(GroupChannels):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        # The model's own group is there under ``None``, too.
-        self._channels: dict[dist.ProcessGroup | None, GlooChannel] = {}
+        self._channels: dict[dist.ProcessGroup, GlooChannel] = {}
         self._left: list[GlooChannel] = []
         # See [Note: names of connections].
         self._number: int | None = None
@@ -86,24 +91,24 @@ class PrivateChannels(GroupChannels):
     @staticmethod
     def can_serve(group: dist.ProcessGroup) -> bool:
         """Whether collectives of CPU tensors on ``group`` can use separate connections."""
-        return backend_name(group, torch.device("cpu")) == "gloo"
+        return backend_name(group, _CPU) == "gloo"
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
         """As above. Raises: ConfigurationError: ``group`` lacks Gloo for the CPU; CollectiveError: a rank is late."""
-        channel = self._channels.get(group)
-        return self._connected(self.group if group is None else group) if channel is None else channel
+        used = self.group if group is None else group
+        channel = self._channels.get(used)
+        return self._connected(used) if channel is None else channel
 
     def _connected(self, group: dist.ProcessGroup) -> Channel:
         if not self.can_serve(group):
-            backend = backend_name(group, torch.device("cpu"))
             raise ConfigurationError(
-                f"a stage on CPU tensors uses a process group of backend {backend!r}; it needs one with Gloo for CPUs"
+                f"a stage on CPU tensors uses a process group of backend {backend_name(group, _CPU)!r}; it needs one "
+                "with Gloo for CPUs"
             )
         if group is not self.group:
             self.open()
             return self._connect(group, Board(group, self._name, beside=self.board))
         channel = self._connect(group, self._opened_board())
-        self._channels[None] = channel
         self.is_open = True
         self._close_left()
         return channel
@@ -129,44 +134,35 @@ class PrivateChannels(GroupChannels):
         return self.board
 
     def open(self) -> None:
-        """Connect to the other ranks of the model's group now, unless connected."""
         self.of(None)
 
+    def report(self, error: BaseException) -> None:
+        # The connections stay open until then: another rank may still finish a collective on them, and be refused by
+        # itself. Where nothing is connected the ranks know of a failure already.
+        if self.board is not None:
+            self.board.report(error)
+            self._leave()
+
     def fail(self, error: BaseException) -> None:
-        """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
         # A failure that another rank caused is reported by that rank, or shows where the connections close.
         if not isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
                 self._opened_board().report(error)
         self.abort()
 
-    def tell(self, error: BaseException) -> None:
-        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again.
-
-        The connections stay open until then: another rank may still finish a collective on them, and be refused by
-        itself. Where nothing is connected the ranks know of a failure already.
-        """
-        if self.board is not None:
-            self.board.report(error)
-            self._leave()
-
     def abort(self) -> None:
-        """Abandon what is in flight: the other ranks see their connections close. The next use connects again."""
         self._leave()
         self._close_left()
 
     def _leave(self) -> None:
-        self._channels.pop(None, None)
-        self.is_open = False
         self._left += self._channels.values()
         self._channels.clear()
-        self.board = None
+        self.board, self.is_open = None, False
 
     def _close_left(self) -> None:
         while self._left:
             self._left.pop().abort()
 
     def forget_done(self) -> None:
-        """Release the tensors of collectives that are done; called where collectives are issued."""
         for channel in self._channels.values():
             channel.forget_done()

@@ -7,7 +7,7 @@ import socket
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ from overlap.errors import (
 )
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture
-from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime, shares_of
+from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.board import Agreement, explain
 from overlap.ranks.machines import note_hosts
@@ -132,15 +132,6 @@ class Registration:
         )
 
     @property
-    def observer(self) -> Any:
-        """See ``observer`` of the executor."""
-        return self.runtime.executor.observer
-
-    @observer.setter
-    def observer(self, observer: Any) -> None:
-        self.runtime.executor.observer = observer
-
-    @property
     def is_active(self) -> bool:
         """Whether :meth:`remove` has not been called."""
         return self._dispatcher.registration is self
@@ -171,7 +162,7 @@ class Registration:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}{_divided(self.runtime)}>"
+        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
 
 
 def register(
@@ -294,23 +285,6 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
                         "parameters would part: make the optimizer with the same arguments on every rank"
                     )
     note_hosts(runtime.context.group, [host for _, _, host in described])
-
-
-def _divided(runtime: Runtime) -> str:
-    """Which update has which parameters, in words; empty where one update has all."""
-    names = runtime.context.names or {}
-    shares = shares_of(runtime.updates, names) if names else []
-    updated = {name for _, named in shares for name in named}
-    rest = [name for name in names.values() if shares and name not in updated]
-    if len(shares) < 2 and not rest:
-        return ""
-    words = [f"; {update!r} updates {_listed(named)}" for update, named in shares]
-    return "".join([*words, f"; no update has {_listed(rest)}" if rest else ""])
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return f"{len(names)} parameters ({shown}{', ...' if len(names) > 4 else ''})" if len(names) != 1 else shown
 
 
 def registration_of(ddp: DistributedDataParallel) -> Registration | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import operator
 import threading
 import weakref
@@ -32,7 +31,6 @@ from overlap.hooks.engine.wavefront import (
     StageRun,
     Subject,
     run_items,
-    without_frames,
 )
 from overlap.hooks.stage import (
     Role,
@@ -44,9 +42,8 @@ from overlap.hooks.stage import (
     with_contexts,
 )
 from overlap.join import gradient_divisor
-from overlap.ranks.board import is_reported
 
-__all__ = ["NO_LAST_BUCKET", "Runtime", "shares_of"]
+__all__ = ["NO_LAST_BUCKET", "Runtime"]
 
 NO_LAST_BUCKET = (
     "with static_graph=True DDP has a bucket for each dtype in its first backward, and does not say which is the last: "
@@ -79,19 +76,6 @@ class _KnownBucket(NamedTuple):
     """Why stages must not use it."""
 
 
-class _Phase(enum.Enum):
-    """Where a runtime stands with its model between passes."""
-
-    NEW = "new"
-    """No stage is attached: a hook learns of the model from the first bucket."""
-    READY = "ready"
-    """Stages are attached, and DDP has finished its last backward."""
-    FAILED = "failed"
-    """The last backward failed, which all ranks know, and no forward has begun since."""
-    UNFINISHED = "unfinished"
-    """The last backward ended with an error of the model's own, and DDP forgets it before the next forward."""
-
-
 class Runtime:
     """Runs one stage for one model.
 
@@ -102,15 +86,19 @@ class Runtime:
 
     def __init__(self, stage: Stage, context: StageContext) -> None:
         self.stage = stage
-        self._phase = _Phase.NEW
-        self._watched = -1
+        self._is_ready = False
+        """Whether the stages are attached: a hook learns of the model from the first bucket."""
+        self._is_unfinished = False
+        """Whether the last backward ended with an error of the model's own, which DDP has still to forget."""
+        # The backward whose end is watched, and what watches the buckets.
+        self._graph = -1
         self._watchers: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
         self.executor = model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
         self.context = replace(
             context,
             background=self.background,
-            tell=self.tell,
+            report=self.report,
             note_unfinished=self._note_unfinished,
             watch=self._watchers.append,
         )
@@ -147,11 +135,11 @@ class Runtime:
         self._after_backward = _that_override("after_backward", self._attached)
         self._runs[:] = [StageRun(repr(stage), stage, _passed(stage)) for stage in sequence]
         self.updates = updates_of(sequence)
-        shares_of(self.updates, self.context.names)
+        _check_disjoint(self.updates, self.context.names)
 
     def open(self) -> None:
         """Connect to the other ranks. Raises: CollectiveError: another rank did not arrive in time."""
-        self._phase = _Phase.READY
+        self._is_ready = True
         self.executor.channels.open()
 
     def close(self) -> None:
@@ -170,24 +158,17 @@ class Runtime:
             # After the jobs of a backward that ended before all buckets had arrived: they use the connections, too.
             worker.stop(channels.abort)
 
+    def _note_unfinished(self) -> None:
+        self._is_unfinished = True
+
     def _forget_unfinished(self) -> None:
-        if self._phase is _Phase.UNFINISHED and (model := self._model()) is not None:
+        if self._is_unfinished and (model := self._model()) is not None:
             forget_unfinished_backward(model)
+        self._is_unfinished = False
 
     def report(self, error: BaseException) -> None:
-        """Report an error outside of a backward to the other ranks; the next pass connects again.
-
-        Not where they know it already: this rank would connect, and wait for ranks that may have left.
-        """
-        if self._phase not in (_Phase.FAILED, _Phase.UNFINISHED) and not is_reported(error):
-            self._after_all(lambda: self.executor.channels.fail(error))
-
-    def tell(self, error: BaseException) -> None:
-        """As :meth:`report`, of an error of the training loop that other ranks may be about to raise, too."""
-        self._after_all(lambda: self.executor.channels.tell(error))
-
-    def _after_all(self, job: Callable[[], None]) -> None:
-        self.executor.submit(job)
+        """Report an error of the training loop to the other ranks; the next pass connects again."""
+        self.executor.submit(partial(self.executor.channels.report, error))
         if self.executor.worker is not None:
             self.executor.worker.wait_until_idle()
 
@@ -200,14 +181,13 @@ class Runtime:
         """
         if is_capturing(self.context.device):
             self._refuse_capture()
-        if self._phase is not _Phase.READY:
+        if self._is_unfinished:
             self._forget_unfinished()
-            self._phase = _Phase.READY
         try:
             for stage in self._before_forward:
                 stage.before_forward()
         except TrainingLoopError as error:
-            self.tell(error)
+            self.report(error)
             hide_internal_frames(error)
             raise
         if self.passes == 1:
@@ -235,8 +215,8 @@ class Runtime:
         if self._pass is None or index == 0:
             self._pass = self._begin(is_replay=is_replay)
         current, executor = self._pass, self._pass.executor
-        if not is_replay and graph != self._watched:
-            self._watched = graph
+        if not is_replay and graph != self._graph:
+            self._graph = graph
             if_abandoned(partial(self._abandon, current))
         parameters = raw.parameters()
         known = self._known.get(index)
@@ -263,12 +243,12 @@ class Runtime:
             after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
         refusal: Exception | None = None
         if bucket.buffer.is_sparse:
-            refusal = UnsupportedError(_SPARSE)
-            refusal.add_note(f"raised for {bucket.describe()}")
+            refusal = UnsupportedError(f"{bucket.describe()}: {_SPARSE}")
         elif known.refusal is not None and not is_replay:
             refusal = TrainingLoopError(known.refusal)
         if (task := current.admit(bucket, future)) is not None:
-            executor.submit(partial(current.drive, task, bucket.is_last, refusal))
+            is_last, fail = bucket.is_last, current.fail
+            executor.submit(partial(current.drive, task, is_last) if refusal is None else partial(fail, refusal))
         if bucket.is_last and is_replay:
             current.wait()
             self._finish(current)
@@ -307,20 +287,17 @@ class Runtime:
             except BaseException as error:
                 executor.join()  # What was queued before the failure uses tensors that may now be freed or changed.
                 executor.channels.fail(error)
-                kept = error if executor.worker is not None else without_frames(error)
                 for completion in completions.values():
-                    completion.fail(kept)
+                    completion.fail(error)
 
         executor.submit(job)
         return completions
 
     @without_saved_context()
     def _begin(self, *, is_replay: bool) -> BackwardPass:
-        if self._pass is not None:
-            stale = self._pass
-            self.executor.submit(
-                lambda: stale.fail(RuntimeError("a new backward began before all buckets had arrived"))
-            )
+        if (stale := self._pass) is not None:
+            error = RuntimeError("a new backward began before all buckets had arrived")
+            self.executor.submit(partial(stale.fail, error))
             stale.wait()
         begun = BackwardPass(
             self.passes,
@@ -333,11 +310,11 @@ class Runtime:
         try:
             if self.context.names is None or isinstance(self.executor, StreamExecutor):
                 self._refuse_capture()  # Registered as a hook, it is not called before forwards.
-            if self._phase is _Phase.NEW:  # Registered as a hook: the model was not known before its first bucket.
+            if not self._is_ready:  # Registered as a hook: the model was not known before its first bucket.
                 self.attach()
                 self.open()
             if len(self.updates) > 1:  # The loop may have added parameters to an optimizer.
-                shares_of(self.updates, self.context.names)
+                _check_disjoint(self.updates, self.context.names)
             for stage in self._before_backward:
                 stage.before_backward(is_replay=is_replay)
         except Exception as error:
@@ -374,15 +351,9 @@ class Runtime:
                 continue
             if note and error is not None:
                 error.add_note(note)
-        if self._phase is not _Phase.NEW:
-            self._phase = _Phase.READY if finished.error is None else _Phase.FAILED
-            if error is not None and _ABANDONED in str(error):  # On any rank: DDP cannot finish this backward.
-                self._phase = _Phase.UNFINISHED
+        # On any rank: DDP cannot finish this backward.
+        self._is_unfinished = error is not None and _ABANDONED in str(error)
         return error
-
-    def _note_unfinished(self) -> None:
-        if self._phase is not _Phase.NEW:
-            self._phase = _Phase.UNFINISHED
 
     def _abandon(self, abandoned: BackwardPass) -> None:
         """Called where autograd gives up a pass: the other ranks wait for collectives that this one will not launch."""
@@ -415,29 +386,18 @@ def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:
     return Bucket.with_mean if stage.role is Role.REDUCER else None
 
 
-def shares_of(
-    updates: Sequence[UpdateStage], names: Mapping[Tensor, str] | None
-) -> list[tuple[UpdateStage, list[str]]]:
-    """The names of the parameters of a model that each of ``updates`` has.
-
-    Raises:
-        ConfigurationError: two have a parameter in common.
-    """
+def _check_disjoint(updates: Sequence[UpdateStage], names: Mapping[Tensor, str] | None) -> None:
+    """Raises: ConfigurationError: two updates have a parameter of the model in common."""
     holders: dict[Tensor, UpdateStage] = {}
-    shares = []
     for update in updates:
-        named = []
         for parameter in update.updated:
             if names is not None and parameter not in names:
                 continue
-            named.append(_by_shape(parameter) if names is None else names[parameter])
             if (other := holders.setdefault(parameter, update)) is not update:
                 raise ConfigurationError(
-                    f"{named[-1]} is a parameter of both {other!r} and {update!r}, which would both update it: give "
-                    "each optimizer parameters of its own"
+                    f"{_by_shape(parameter) if names is None else names[parameter]} is a parameter of both {other!r} "
+                    f"and {update!r}, which would both update it: give each optimizer parameters of its own"
                 )
-        shares.append((update, named))
-    return shares
 
 
 def _by_shape(parameter: Tensor) -> str:

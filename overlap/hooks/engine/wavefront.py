@@ -53,7 +53,6 @@ __all__ = [
     "Wavefront",
     "run_items",
     "run_now",
-    "without_frames",
 ]
 
 BETWEEN_PASSES = "background"
@@ -67,22 +66,18 @@ class Wavefront:
     """The order in which the buckets of one backward pass advance. See [Note: one order of collectives]."""
 
     def __init__(self) -> None:
-        self._active: list[Task] = []
-
-    @property
-    def active(self) -> list[Task]:
+        self.active: list[Task] = []
         """The tasks that have arrived and are not done, in the order in which they advance next."""
-        return list(self._active)
 
     def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
-        moving = [task, *filterfalse(_awaits_whole_pass, self._active)]
-        self._active = [*filter(_awaits_whole_pass, self._active), *moving]
+        moving = [task, *filterfalse(_awaits_whole_pass, self.active)]
+        self.active = [*filter(_awaits_whole_pass, self.active), *moving]
         while moving:
             for each in moving:
                 each.advance()
-            self._active = list(filterfalse(_is_done, self._active))
-            moving = list(filterfalse(_awaits_whole_pass, self._active)) or self.active if is_last else []
+            self.active = list(filterfalse(_is_done, self.active))
+            moving = list(filterfalse(_awaits_whole_pass, self.active)) or self.active if is_last else []
 
 
 class StageRun(NamedTuple):
@@ -240,21 +235,17 @@ class BackwardPass:
             self._unfinished[bucket.index] = (future, bucket.buffer)
         return Task(bucket, given, self._runs, self.executor, labelled=self._labelled, on_done=self._complete)
 
-    def drive(self, task: Task, is_last: bool, refusal: Exception | None = None) -> None:
-        """Add a bucket to the wavefront, on the thread that runs the stages; with a ``refusal`` the pass fails."""
+    def drive(self, task: Task, is_last: bool) -> None:
+        """Add a bucket to the wavefront, on the thread that runs the stages."""
         if self.error is not None:
-            task.close()
             return
         try:
             # After a failure the ranks connect again in every pass, so that a second failure is reported too.
             if not self.executor.channels.is_open:
                 self.executor.channels.open()
-            if refusal is not None:
-                raise refusal
             with self.executor.scope():
                 self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
-            task.close()
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
@@ -370,39 +361,30 @@ class Completion:
     def fail(self, error: BaseException) -> None:
         """The work has failed, unless it is done already: :meth:`wait` raises ``error``."""
         if not self._is_set.is_set():
-            self._error = error
+            self._error = _without_frames(error)
             self._is_set.set()
 
     def wait(self) -> None:
         """Block until the work is done; on an accelerator the current stream waits, not the host."""
         self._is_set.wait()
         if self._error is not None:
-            raise _copied(self._error)
+            raise _without_frames(self._error)
         if self._event is not None:
             current_stream(self._device).wait_event(self._event)
 
 
-def without_frames(error: BaseException) -> BaseException:
-    """A copy of ``error`` to be kept for later, with its frames as a note.
+def _without_frames(error: BaseException) -> BaseException:
+    """A copy of ``error``, with its last frames as a note.
 
     A frame of the training thread keeps all that called it, and so the model, whose reducer would keep the stage that
     keeps the error: no garbage collector sees that circle.
     """
-    cause, frames = error.__cause__, traceback.format_tb(error.__traceback__, limit=-3)
-    made = _copied(error).with_traceback(None)
-    made.__cause__ = None if cause is None else without_frames(cause)
-    made.add_note("".join(frames).rstrip())
-    return made
-
-
-def _copied(error: BaseException) -> BaseException:
-    """``error`` to be raised, while the original is kept: the one that is raised gets the frames of all callers, which
-    hold the model, and DDP holds stages where the garbage collector does not look."""
+    frames = "".join(traceback.format_tb(error.__traceback__, limit=-3)).rstrip()
     try:
         made = copy.copy(error)
     except Exception:
-        return error
-    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
-    if notes := getattr(error, "__notes__", None):
-        made.__notes__ = list(notes)
-    return made.with_traceback(error.__traceback__)
+        made = error
+    made.__cause__ = None if error.__cause__ is None else _without_frames(error.__cause__)
+    made.__suppress_context__ = error.__suppress_context__
+    made.__notes__ = [*getattr(error, "__notes__", ()), *([frames] if frames else [])]
+    return made.with_traceback(None)

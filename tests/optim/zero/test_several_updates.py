@@ -62,9 +62,7 @@ def _registered(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigurationError, match=r"2.weight is a parameter of both ZeroStep\(AdamW, .* and Step"):
         chain(ZeroStep(zero), Step(some)).register(ddp)
     fine = OverlappedOptimizer(torch.optim.AdamW(biases[1:], **ADAMW))
-    registration = chain(AllReduce(), Step(some), Step(fine)).register(ddp)
-    assert "Step(SGD, interleaved) updates 5 parameters (0.weight, " in repr(registration)
-    assert repr(registration).endswith("no update has 0.bias>")
+    chain(AllReduce(), Step(some), Step(fine)).register(ddp)
     plain = wrap(MLP.model(), **MLP.ddp_options())
     for model in (plain, ddp):
         mean_squared_error(model, MLP.batch(0, rank)).backward()
