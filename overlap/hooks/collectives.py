@@ -20,7 +20,7 @@ from overlap._torch.c10d import Channel, GroupChannel
 from overlap.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from overlap.hooks.engine.channels import GroupChannels
+    from overlap.hooks.engine.channels import Channels
 
 __all__ = [
     "Collective",
@@ -48,7 +48,7 @@ class Operation:
         """Bytes that this rank sends for it with the usual bandwidth-optimal algorithms; known after the launch."""
         return 0
 
-    def launch(self, channels: GroupChannels) -> None:
+    def launch(self, channels: Channels) -> None:
         """Start it; returns at once."""
 
     def finish(self, wait: Callable[[dist.Work], None]) -> Any:
@@ -93,7 +93,7 @@ class Collective(Operation):
     def __await__(self) -> Iterator[Operation]:  # type: ignore[override]
         return iter((self,))  # It has no result to be resumed with.
 
-    def launch(self, channels: GroupChannels) -> None:
+    def launch(self, channels: Channels) -> None:
         self._channel = channel = channels.of(self._group)
         self._works = self._start(channel)
 

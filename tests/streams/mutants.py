@@ -94,10 +94,10 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.wavefront:BackwardPass.fail", "self.executor.join()", "fails in a stage"
     ),
     "a collective is not waited for": _without(
-        f"{_ENGINE}.executors:Executor.wait", "work.wait()", "all-reduce, interleaved"
+        f"{_ENGINE}.executors:StreamExecutor.wait", "work.wait()", "all-reduce, interleaved"
     ),
     "DDP's future has no device": Mutant(
-        f"{_ENGINE}.executors:Executor.new_future",
+        f"{_ENGINE}.executors:StreamExecutor.new_future",
         "future_for(self._device)",
         "__import__('torch').futures.Future()",
         "all-reduce, no update",

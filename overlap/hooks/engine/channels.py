@@ -24,7 +24,7 @@ from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, backend_name
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.ranks.board import Board, explained
 
-__all__ = ["GroupChannels", "PrivateChannels"]
+__all__ = ["Channels"]
 
 _CPU = torch.device("cpu")
 _REMEDY = "; every rank of the model's process group must register the same stages and run backward"
@@ -33,60 +33,28 @@ _REMEDY = "; every rank of the model's process group must register the same stag
 _connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
-class GroupChannels:
-    """The model's process group itself, for stages that run on the training thread.
+class Channels:
+    """The connections of one registration, one for each process group that its stages use.
 
-    The group belongs to the user, so there is nothing to open, close or report on; ``fail`` is passed on to the group's
-    own ``overlap_channel``, if it has one.
+    Args:
+        group: the model's own. It belongs to the user: where stages use it itself there is nothing to open, close or
+            report on.
+        are_private: whether stages have connections of their own, which Gloo alone offers. They need those on a worker
+            thread, since nothing orders its collectives and the training thread's (DDP's buffers, the user's metrics).
+            One is made on first use by all ranks of its group, in the worker's order.
     """
 
-    is_open = True
-    board: Board | None = None
-    """Where these ranks report failures until they connect again; ``None`` where they are not about to connect."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def of(self, group: dist.ProcessGroup | None) -> Channel:
-        """The channel to the ranks of ``group``, the model's own where ``None``."""
-        used = self.group if group is None else group
-        own: Channel | None = getattr(used, "overlap_channel", None)
-        return GroupChannel(used) if own is None else own
-
-    def open(self) -> None:
-        """Connect to the other ranks of the model's group now, unless connected."""
-
-    def report(self, error: BaseException) -> None:
-        """Report an error of the training loop, which has left nothing in flight; the next use connects again."""
-
-    def fail(self, error: BaseException) -> None:
-        """Report ``error`` and abandon what is in flight; the next use connects again."""
-        if (own := getattr(self.group, "overlap_channel", None)) is not None:
-            own.fail(error)
-
-    def abort(self) -> None:
-        """Abandon what is in flight: the other ranks see their connections close."""
-
-    def forget_done(self) -> None:
-        """Release the tensors of collectives that are done; called where collectives are issued."""
-
-
-class PrivateChannels(GroupChannels):
-    """Separate connections for a worker thread, one set for each process group that its stages use.
-
-    Nothing orders the worker and the training thread, whose collectives (DDP's buffers, the user's metrics) must not
-    share connections with the stages'. A channel is made on first use by all ranks of the group, in the worker's order.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, group: dist.ProcessGroup, *, are_private: bool = False) -> None:
+        self.group, self.are_private = group, are_private
+        self.is_open = not are_private
+        self.board: Board | None = None
+        """Where these ranks report failures until they connect again; ``None`` where they are not about to connect."""
         self._channels: dict[dist.ProcessGroup, GlooChannel] = {}
         self._left: list[GlooChannel] = []
         # See [Note: names of connections].
         self._number: int | None = None
         self._attempts = itertools.count()
         self._name = ""
-        self.is_open = False
 
     @staticmethod
     def can_serve(group: dist.ProcessGroup) -> bool:
@@ -94,8 +62,16 @@ class PrivateChannels(GroupChannels):
         return backend_name(group, _CPU) == "gloo"
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
-        """As above. Raises: ConfigurationError: ``group`` lacks Gloo for the CPU; CollectiveError: a rank is late."""
+        """The channel to the ranks of ``group``, the model's own where ``None``.
+
+        Raises:
+            ConfigurationError: ``group`` lacks Gloo for the CPU.
+            CollectiveError: a rank is late.
+        """
         used = self.group if group is None else group
+        if not self.are_private:
+            own: Channel | None = getattr(used, "overlap_channel", None)
+            return GroupChannel(used) if own is None else own
         channel = self._channels.get(used)
         return self._connected(used) if channel is None else channel
 
@@ -134,35 +110,45 @@ class PrivateChannels(GroupChannels):
         return self.board
 
     def open(self) -> None:
+        """Connect to the other ranks of the model's group now, unless connected."""
         self.of(None)
 
     def report(self, error: BaseException) -> None:
-        # The connections stay open until then: another rank may still finish a collective on them, and be refused by
-        # itself. Where nothing is connected the ranks know of a failure already.
+        """Report an error of the training loop, which has left nothing in flight; the next use connects again.
+
+        The connections stay open until then: another rank may still finish a collective on them, and be refused by
+        itself. Where nothing is connected the ranks know of a failure already.
+        """
         if self.board is not None:
             self.board.report(error)
             self._leave()
 
     def fail(self, error: BaseException) -> None:
+        """Report ``error``, then close the connections, so that nobody waits for a timeout; the next use connects
+        again. A group with a channel of its own is told."""
+        if (own := getattr(self.group, "overlap_channel", None)) is not None:
+            own.fail(error)
         # A failure that another rank caused is reported by that rank, or shows where the connections close.
-        if not isinstance(error, CollectiveError):
+        if self.are_private and not isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
                 self._opened_board().report(error)
         self.abort()
 
     def abort(self) -> None:
+        """Abandon what is in flight: the other ranks see their connections close. The next use connects again."""
         self._leave()
         self._close_left()
 
     def _leave(self) -> None:
         self._left += self._channels.values()
         self._channels.clear()
-        self.board, self.is_open = None, False
+        self.board, self.is_open = None, not self.are_private
 
     def _close_left(self) -> None:
         while self._left:
             self._left.pop().abort()
 
     def forget_done(self) -> None:
+        """Release the tensors of collectives that are done; called where collectives are issued."""
         for channel in self._channels.values():
             channel.forget_done()

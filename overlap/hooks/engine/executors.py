@@ -32,7 +32,7 @@ from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap.errors import CollectiveError
 from overlap.hooks.collectives import Operation
-from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
+from overlap.hooks.engine.channels import Channels
 from overlap.hooks.stage import Stage, walk
 from overlap.ranks.board import explained, failures_explained
 
@@ -40,7 +40,6 @@ __all__ = [
     "SMALL_BYTES",
     "BucketFuture",
     "Executor",
-    "HostExecutor",
     "StreamExecutor",
     "Worker",
     "executor_for",
@@ -70,11 +69,13 @@ def runs_inline(ddp: DistributedDataParallel) -> bool:
 
 
 class Executor:
-    """Where stages run: here on the calling thread and, of an accelerator, on its current stream.
+    """Where stages run: here those of CPU tensors, on a worker's thread or on the caller's.
+
+    To wait is to block that thread, and to poll whether another rank has failed.
 
     Args:
         channels: they carry the collectives.
-        device: that of the tensors.
+        worker: the thread that runs what is submitted; the caller's does where ``None``.
     """
 
     observer: Any = None
@@ -83,12 +84,16 @@ class Executor:
     operation; ``launched(subject, label, operation)``, ``waiting(subject, operation)`` and ``finished(subject,
     operation)``, unless it has failed. A subject is a bucket or an item of work between passes, a label the stage's
     ``repr``. So a :class:`~overlap.Timeline` records."""
-    worker: Worker | None = None
-    """The thread that runs what is submitted; the caller's thread does where ``None``."""
+    _device = torch.device("cpu")
+    new_future: Callable[[], BucketFuture] = BucketFuture
+    """Makes a future for DDP: to wait for it is to wait for what runs in the scope."""
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context for the code that runs here."""
 
-    def __init__(self, channels: GroupChannels, device: torch.device) -> None:
-        self.channels = channels
-        self._device = device
+    def __init__(self, channels: Channels, worker: Worker | None = None) -> None:
+        self.channels, self.worker = channels, worker
+        if worker is not None:
+            self.submit = worker.submit  # type: ignore[method-assign]
 
     def of(self, step: int) -> Executor:
         """The executor of what belongs to backward pass number ``step``, or to none (-1)."""
@@ -100,58 +105,23 @@ class Executor:
         with by_default(self._device), without_saved_context():
             job()
 
-    def new_future(self) -> BucketFuture:
-        """A future for DDP: to wait for it is to wait for what runs in the scope."""
-        return future_for(self._device)
-
     def begin(self) -> None:
         """Let what follows in the scope start after what the caller has done so far."""
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """The context for the code that runs here."""
-        return nullcontext()
 
     def join(self) -> None:
         """Make what the caller does next wait for what has run in the scope so far."""
 
     def launch(self, operation: Operation) -> None:
         """Start ``operation``; returns at once. Raises: CollectiveError: another rank has failed."""
-        operation.launch(self.channels)
-
-    def wait(self, work: dist.Work) -> None:
-        """Make what follows in the scope wait for ``work``."""
-        work.wait()
-
-    def leave(self, operation: Operation) -> None:
-        """Make what follows in the scope wait for an operation in flight that was given up."""
-        # This is for the buffers alone: an operation that has failed is done with them.
-        with contextlib.suppress(RuntimeError):
-            operation.abandon(self.wait)
-
-
-class HostExecutor(Executor):
-    """Of CPU tensors: to wait is to block the thread, and to poll whether another rank has failed."""
-
-    new_future = BucketFuture
-    scope = nullcontext
-
-    def __init__(self, channels: GroupChannels, worker: Worker | None = None) -> None:
-        super().__init__(channels, torch.device("cpu"))
-        if worker is not None:
-            self.worker, self.submit = worker, worker.submit  # type: ignore[method-assign]
-
-    def launch(self, operation: Operation) -> None:
         try:
             operation.launch(self.channels)
         except RuntimeError as error:
-            board = self.channels.board
-            if board is not None and (cause := board.peer_error()) is not None:
-                raise cause from error
             if isinstance(error, CollectiveError) or not has_lost_connection(error):
                 raise
-            raise explained(error, "could not be launched") from error
+            raise explained(error, "could not be launched", self.channels.board) from error
 
     def wait(self, work: dist.Work) -> None:
+        """Make what follows in the scope wait for ``work``. Raises: CollectiveError: another rank has failed."""
         board = self.channels.board
         if board is None:
             with failures_explained():
@@ -172,7 +142,10 @@ class HostExecutor(Executor):
                 board.poll()
 
     def leave(self, operation: Operation) -> None:
-        """Not here, where another rank may not arrive: the connections are closed, which ends it."""
+        """Make what follows in the scope wait for an operation in flight that was given up.
+
+        Not here, where another rank may not arrive: the connections are closed, which ends it.
+        """
 
 
 class StreamExecutor(Executor):
@@ -192,32 +165,51 @@ class StreamExecutor(Executor):
     run on the stream that they are called on, whose pool serves the next forward.
 
     Args:
-        owner: whose side stream it is; this executor's own where ``None``. It is made on first use.
+        channels: they carry the collectives.
+        device: that of the tensors.
+        owner: whose side stream it is, made on first use; where ``None`` all runs on the stream that is current.
     """
 
-    def __init__(self, channels: GroupChannels, device: torch.device, *, owner: object | None = None) -> None:
-        super().__init__(channels, device)
-        self._owner = self if owner is None else owner
+    def __init__(self, channels: Channels, device: torch.device, owner: object | None) -> None:
+        super().__init__(channels)
+        self._device = device
+        self._owner = owner
         self._stream: Any | None = None
 
     def of(self, step: int) -> Executor:
         if step != 0:
             return self
-        on_current = Executor(self.channels, self._device)
+        on_current = StreamExecutor(self.channels, self._device, None)
         on_current.observer = self.observer
         return on_current
 
+    def new_future(self) -> BucketFuture:
+        return future_for(self._device)
+
     def begin(self) -> None:
+        if self._owner is None:
+            return
         if self._stream is None:
             self._stream = stream_of(self._owner, self._device, priority=_PRIORITY)
         self._stream.wait_stream(current_stream(self._device))
 
     def scope(self) -> AbstractContextManager[Any]:
-        return on_stream(self._stream)
+        return nullcontext() if self._stream is None else on_stream(self._stream)
 
     def join(self) -> None:
         if self._stream is not None:
             current_stream(self._device).wait_stream(self._stream)
+
+    def launch(self, operation: Operation) -> None:
+        operation.launch(self.channels)
+
+    def wait(self, work: dist.Work) -> None:
+        work.wait()
+
+    def leave(self, operation: Operation) -> None:
+        # This is for the buffers alone: an operation that has failed is done with them.
+        with contextlib.suppress(RuntimeError):
+            operation.abandon(self.wait)
 
 
 class Worker:
@@ -263,10 +255,7 @@ def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
     """An executor whose collectives run on ``group`` itself, for one call on the calling thread; on an accelerator all
     calls on one group share a stream. Raises: UnsupportedError: a CUDA graph is being captured."""
     refuse_capture("an average or another call of several collectives", "call it outside of the capture", device)
-    channels = GroupChannels(group)
-    if not has_streams(device):
-        return HostExecutor(channels)
-    return StreamExecutor(channels, device, owner=group)
+    return StreamExecutor(Channels(group), device, group) if has_streams(device) else Executor(Channels(group))
 
 
 def model_executor(
@@ -275,10 +264,7 @@ def model_executor(
     """The executor of a model's ``stage``, whose thread, if it has one, is called ``name``; without ``ddp`` of a
     hook."""
     if has_streams(device):
-        return StreamExecutor(GroupChannels(group), device)
-    if not PrivateChannels.can_serve(group):
-        return HostExecutor(GroupChannels(group))
-    channels = PrivateChannels(group)
-    if any(one.runs_inline for one in walk(stage)) or (ddp is not None and runs_inline(ddp)):
-        return HostExecutor(channels)
-    return HostExecutor(channels, Worker(name, abandon=channels.abort))
+        return StreamExecutor(channels := Channels(group), device, channels)
+    channels = Channels(group, are_private=Channels.can_serve(group))
+    is_inline = any(one.runs_inline for one in walk(stage)) or (ddp is not None and runs_inline(ddp))
+    return Executor(channels, Worker(name, abandon=channels.abort) if channels.are_private and not is_inline else None)

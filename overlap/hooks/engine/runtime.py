@@ -22,7 +22,6 @@ from overlap._torch.device import is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
-from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import BucketFuture, StreamExecutor, model_executor
 from overlap.hooks.engine.wavefront import (
     BackwardPass,
@@ -105,11 +104,9 @@ class Runtime:
         self._pass: BackwardPass | None = None
         self.passes = 0
         """Backward passes that have begun."""
-        # All; and those that do something before a forward or a pass, or after a pass.
         self._attached: list[Stage] = []
-        self._before_forward: list[Stage] = []
-        self._before_backward: list[Stage] = []
-        self._after_backward: list[Stage] = []
+        # Those that do something then.
+        self._called: dict[str, list[Stage]] = {"before_forward": [], "before_backward": [], "after_backward": []}
         self._runs: list[StageRun] = []
         self.updates: Sequence[UpdateStage] = ()
         """Those of the chain."""
@@ -130,9 +127,9 @@ class Runtime:
             self._attached.append(stage)
         for stage in self._attached:
             stage.check_together(sequence)
-        self._before_forward = _that_override("before_forward", self._attached)
-        self._before_backward = _that_override("before_backward", self._attached)
-        self._after_backward = _that_override("after_backward", self._attached)
+        for method in self._called:
+            default = getattr(Stage, method)
+            self._called[method] = [one for one in self._attached if getattr(type(one), method) is not default]
         self._runs[:] = [StageRun(repr(stage), stage, _passed(stage)) for stage in sequence]
         self.updates = updates_of(sequence)
         _check_disjoint(self.updates, self.context.names)
@@ -184,7 +181,7 @@ class Runtime:
         if self._is_unfinished:
             self._forget_unfinished()
         try:
-            for stage in self._before_forward:
+            for stage in self._called["before_forward"]:
                 stage.before_forward()
         except TrainingLoopError as error:
             self.report(error)
@@ -199,8 +196,8 @@ class Runtime:
         That is a collective in C++, which does not notice that a rank has failed: one that was refused in its first
         ``step()``, say. Under Join ranks without inputs go there without a forward.
         """
-        model, has_own_channels = self._model(), isinstance(self.executor.channels, PrivateChannels)
-        if has_own_channels and model is not None and is_to_rebuild(model) and not self.context.is_joining():
+        model, are_private = self._model(), self.executor.channels.are_private
+        if are_private and model is not None and is_to_rebuild(model) and not self.context.is_joining():
 
             async def meet(item: Item) -> None:
                 await all_reduce(torch.zeros(1, device="cpu"), group=self.context.group)
@@ -315,7 +312,7 @@ class Runtime:
                 self.open()
             if len(self.updates) > 1:  # The loop may have added parameters to an optimizer.
                 _check_disjoint(self.updates, self.context.names)
-            for stage in self._before_backward:
+            for stage in self._called["before_backward"]:
                 stage.before_backward(is_replay=is_replay)
         except Exception as error:
             error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
@@ -342,7 +339,7 @@ class Runtime:
         error = finished.error
         for watcher in self._watchers:
             watcher.over(failed=error is not None)
-        for stage in self._after_backward:
+        for stage in self._called["after_backward"]:
             try:
                 note = stage.after_backward(failed=error is not None)
             except Exception as raised:
@@ -373,10 +370,6 @@ class Runtime:
         is_over.wait()
         self._conclude(abandoned)
         self._note_unfinished()
-
-
-def _that_override(method: str, stages: Sequence[Stage]) -> list[Stage]:
-    return [stage for stage in stages if getattr(type(stage), method) is not getattr(Stage, method)]
 
 
 def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:

@@ -42,13 +42,13 @@ class _Flaky(Stage):
 def _noting_connections(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Released each time that connections begin to be made."""
     begun = threading.Semaphore(0)
-    connect = channels.PrivateChannels._connect
+    connect = channels.Channels._connect
 
     def noted(self: Any, group: dist.ProcessGroup, board: Any) -> Any:
         begun.release()
         return connect(self, group, board)
 
-    monkeypatch.setattr(channels.PrivateChannels, "_connect", noted)
+    monkeypatch.setattr(channels.Channels, "_connect", noted)
     return begun
 
 

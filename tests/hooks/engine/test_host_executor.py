@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from overlap import CollectiveError, PeerError
-from overlap.hooks.engine.executors import HostExecutor
+from overlap.hooks.engine.executors import Executor
 from overlap.ranks.board import Board
 
 
@@ -31,13 +31,13 @@ class _Work:
             raise RuntimeError(self.error)
 
 
-def _executor(*failures: str | None) -> HostExecutor:
+def _executor(*failures: str | None) -> Executor:
     """One that finds these failures of other ranks on its board, one each time it polls."""
     board: Any = object.__new__(Board)
     board._event, reports = "of the group failed first", iter(failures)
     board.failure = lambda: next(reports, None)
     channels: Any = SimpleNamespace(board=board, group=None)
-    return HostExecutor(channels)
+    return Executor(channels)
 
 
 def test_a_collective_that_outlasts_the_poll_has_not_failed_and_one_that_has_is_an_error() -> None:
