@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import finalize
 
 import torch
 from torch.autograd import profiler
@@ -87,31 +87,20 @@ def in_end_of_backward() -> bool:
 # The end of backward.
 
 
-class _Watch:
-    """Calls ``if_dropped`` when it is destroyed without having been called; otherwise ``callback``.
+def _watched(callback: Callable[[], None], if_dropped: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``callback``; where the engine drops it without a call, ``if_dropped`` is called instead.
 
-    By a weak reference that a call takes away, and not by ``__del__``, which would run in every pass: Python drops what
-    the handler of a signal, such as ``SystemExit``, raises in a destructor.
+    Not by ``__del__``, which would run in every pass: Python drops what the handler of a signal, such as
+    ``SystemExit``, raises in a destructor.
     """
 
-    def __init__(self, if_dropped: Callable[[], None], callback: Callable[[], None] = lambda: None) -> None:
-        def dropped(reference: ReferenceType[_Watch]) -> None:
-            _watched.discard(reference)
-            if_dropped()
+    def call() -> None:
+        dropped.detach()
+        callback()
 
-        self._callback = callback
-        self._reference: ReferenceType[_Watch] | None = ref(self, dropped)
-        _watched.add(self._reference)
-
-    def __call__(self) -> None:
-        if self._reference is not None:
-            _watched.discard(self._reference)
-            self._reference = None
-        self._callback()
-
-
-# A reference that is not kept calls nothing.
-_watched: set[ReferenceType[_Watch]] = set()
+    dropped = finalize(call, if_dropped)
+    dropped.atexit = False
+    return call
 
 
 def if_abandoned(callback: Callable[[], None]) -> None:
@@ -120,7 +109,7 @@ def if_abandoned(callback: Callable[[], None]) -> None:
     The engine calls what is queued when a pass has computed its last gradient; a pass that ends with an error only
     drops it.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(_Watch(callback))
+    torch.autograd.Variable._execution_engine.queue_callback(_watched(lambda: None, callback))
 
 
 def after_gradients(callback: Callable[[], None]) -> None:
@@ -141,7 +130,7 @@ def after_backward(callback: Callable[[], None], *, if_dropped: Callable[[], Non
     an exception in it would leave the reducer half finished; a callback queued by that callback runs after DDP's.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(_Watch(if_dropped, callback)))
+    queue(lambda: queue(_watched(callback, if_dropped)))
 
 
 def after_all_of_backward(callback: Callable[[], None]) -> None:

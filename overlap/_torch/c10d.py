@@ -62,19 +62,13 @@ def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
     if not is_in_pairs and list(map(stride_of, parameters)) == list(map(stride_of, views)):
         return views
     flat = torch.view_as_complex(buffer.view(-1, 2)) if is_in_pairs else buffer
-    return [
-        _as_filled(flat, parameter, view, int(view.storage_offset() - buffer.storage_offset()))
-        for parameter, view in zip(parameters, views, strict=True)
-    ]
-
-
-def _as_filled(flat: Tensor, parameter: Tensor, view: Tensor, offset: int) -> Tensor:
-    has_same_strides = parameter.stride() == view.stride()
-    if has_same_strides and flat.dtype == view.dtype:
-        return view
-    is_dense = has_same_strides or torch.ops.aten.is_non_overlapping_and_dense(parameter)
-    strides = parameter.stride() if is_dense else view.stride()
-    return flat.as_strided(view.size(), strides, int(flat.storage_offset()) + offset)
+    filled = []
+    for parameter, view in zip(parameters, views, strict=True):
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+        strides = parameter.stride() if is_dense else view.stride()
+        offset = int(view.storage_offset() - buffer.storage_offset() + flat.storage_offset())
+        filled.append(flat.as_strided(view.size(), strides, offset))
+    return filled
 
 
 def is_future(value: object) -> bool:
@@ -282,7 +276,8 @@ class GlooChannel:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._waiter = _Waiter()
-        self._boxes = _Boxes()
+        self.sum_memory = [torch.empty(0, dtype=torch.uint8, device=_CPU)] * 2
+        """For the messages of two rows: see [Note: rows of a sum]."""
         # Of messages, the same on every rank: those of a sum are received later than ones that were sent after them.
         self._tags = itertools.count()
         self._peers = [peer for peer in range(size) if peer != rank]
@@ -326,18 +321,22 @@ class GlooChannel:
         return [_Messages(works, self._waiter)] if works else []
 
     def add_messages(self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]]) -> list[Any]:
-        backend, peers, boxes, tag = self._backend, self._peers, self._boxes, next(self._tags)
+        backend, peers, memory, tag = self._backend, self._peers, self.sum_memory, next(self._tags)
         if not peers:
             return []
 
         def receive() -> None:
             before: _Row | None = None
             for place, row in enumerate(rows):
-                taken = boxes.take(place % 2, row, len(peers))
-                works = [backend.recv([box], peer, tag) for box, peer in zip(taken, peers, strict=True)]
+                numel, dtype = sum([target.numel() for target in row]), row[0].dtype
+                nbytes = len(peers) * numel * dtype.itemsize
+                if memory[place % 2].numel() < nbytes:
+                    memory[place % 2] = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
+                boxes = list(memory[place % 2][:nbytes].view(dtype).view(len(peers), numel))
+                works = [backend.recv([box], peer, tag) for box, peer in zip(boxes, peers, strict=True)]
                 if before is not None:
                     before.wait()
-                before = _Row(works, taken, row)
+                before = _Row(works, boxes, row)
             if before is not None:
                 before.wait()
 
@@ -368,47 +367,21 @@ class GlooChannel:
 Channel: TypeAlias = GroupChannel | GlooChannel
 
 
-class _Boxes:
-    """Memory for two rows of messages from each of the other ranks. See [Note: rows of a sum]."""
-
-    def __init__(self) -> None:
-        self._places = [torch.empty(0, dtype=torch.uint8, device=_CPU)] * 2
-
-    def take(self, place: int, row: Sequence[Tensor], others: int) -> list[Tensor]:
-        """Boxes from ``others`` ranks for what is added to ``row``, at the first or the second place."""
-        like = row[0]
-        numel = sum([target.numel() for target in row])
-        nbytes = others * numel * like.element_size()
-        if self._places[place].numel() < nbytes:
-            self._places[place] = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
-        return list(self._places[place][:nbytes].view(like.dtype).view(others, numel))
-
-    @property
-    def held_bytes(self) -> int:
-        """The memory that is kept for the next sum."""
-        return sum(place.numel() for place in self._places)
-
-
 class _Messages:
     """The works of messages between two ranks on Gloo, as one that can be waited for with a timeout.
 
     A wait of their own with a timeout would close the connection when it times out, and they always say that they are
-    completed. So ``waiter`` waits for them without one, and whoever waits here can poll meanwhile whether another rank
-    has failed, which will send nothing. With ``receive`` the waiter begins at once, by calling that.
+    completed. So ``waiter`` waits for them without one, after it has called ``receive``, and whoever waits here can
+    poll meanwhile whether another rank has failed, which will send nothing.
     """
 
     def __init__(self, works: Sequence[dist.Work], waiter: _Waiter, receive: Callable[[], None] | None = None) -> None:
-        self._works, self._waiter, self._receive = works, waiter, receive
+        self._works, self._receive = works, receive
         self._is_over = threading.Event()
         self._error: Exception | None = None
-        self._is_submitted = receive is not None
-        if self._is_submitted:
-            waiter.submit(self)
+        waiter.submit(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._is_submitted:
-            self._is_submitted = True
-            self._waiter.submit(self)
         if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("no message has come yet")
         if self._error is not None:

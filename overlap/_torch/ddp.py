@@ -51,20 +51,6 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     }
 
 
-def trained_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Those of :func:`data_parallel_parameters` that are not frozen."""
-    return [parameter for parameter in data_parallel_parameters(ddp) if parameter.requires_grad]
-
-
-def has_one_bucket(ddp: DistributedDataParallel) -> bool:
-    """Whether all gradients of ``ddp`` fit into one bucket, as far as DDP's options say; by default its first bucket is
-    smaller than the others."""
-    trained = trained_parameters(ddp)
-    nbytes = sum(parameter.nbytes for parameter in trained)
-    fits = not ddp.bucket_bytes_cap_default and nbytes <= ddp.bucket_bytes_cap
-    return len(trained) == 1 or (fits and len({parameter.dtype for parameter in trained}) == 1)
-
-
 def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
     """The name of the hook registered with DDP itself, if any; those of type ``ours`` in a copy do not count."""
     if ddp._comm_hooks and not isinstance(ddp._comm_hooks[-1][0], ours):

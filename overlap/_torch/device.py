@@ -102,11 +102,6 @@ def has_streams(device: torch.device) -> bool:
     return _streams.has_streams(device)
 
 
-def new_stream(device: torch.device, *, priority: int = 0) -> Any:
-    """A stream of ``device``, which has them; one of lower ``priority`` (a number) goes before others."""
-    return _streams.new_stream(device, priority=priority)
-
-
 def stream_of(owner: object, device: torch.device, use: str = "", *, priority: int = 0) -> Any:
     """The side stream of ``owner`` on ``device`` for ``use``, made on first use; it is forgotten with its owner.
 
@@ -115,7 +110,7 @@ def stream_of(owner: object, device: torch.device, use: str = "", *, priority: i
     """
     streams = _owned.setdefault(owner, {})
     if (device, use) not in streams:
-        streams[device, use] = new_stream(device, priority=priority)
+        streams[device, use] = _streams.new_stream(device, priority=priority)
     return streams[device, use]
 
 

@@ -113,20 +113,19 @@ def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
     return getattr(optimizer, "_optimizer_step_pre_hooks", {})
 
 
-def all_pre_hooks(optimizer: Optimizer) -> list[Any]:
-    """The step pre-hooks of all optimizers and those of ``optimizer`` itself, in the order of torch.optim's wrapper."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    return [*base._global_optimizer_pre_hooks.values(), *own.values()]
-
-
-def _all_post_hooks(optimizer: Optimizer) -> list[Any]:
-    own = getattr(optimizer, "_optimizer_step_post_hooks", {})
-    return [*own.values(), *base._global_optimizer_post_hooks.values()]
+def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
+    """The hooks before and after a ``step`` of ``optimizer``, its own and those of all optimizers, in the order of
+    torch.optim's wrapper."""
+    before, after = getattr(optimizer, hook_attributes[0], {}), getattr(optimizer, hook_attributes[1], {})
+    return (
+        [*base._global_optimizer_pre_hooks.values(), *before.values()],
+        [*after.values(), *base._global_optimizer_post_hooks.values()],
+    )
 
 
 def has_post_hooks(optimizer: Optimizer) -> bool:
     """Whether anything runs after a ``step`` of ``optimizer`` that may read parameters."""
-    return not all(getattr(hook, _ONLY_WATCHES, False) for hook in _all_post_hooks(optimizer))
+    return not all(getattr(hook, _ONLY_WATCHES, False) for hook in step_hooks(optimizer)[1])
 
 
 def only_watches(hook: Callable[..., None]) -> Callable[..., None]:
@@ -146,26 +145,6 @@ def drop_hooks(optimizer: Optimizer) -> None:
     """Remove the step hooks of ``optimizer``, a copy."""
     for attribute in hook_attributes[:2]:
         setattr(optimizer, attribute, OrderedDict())
-
-
-def run_pre_hooks(optimizer: Optimizer) -> None:
-    """Run the hooks that run before a ``step`` without arguments."""
-    for hook in all_pre_hooks(optimizer):
-        hook(optimizer, (optimizer,), {})
-
-
-def run_post_hooks(optimizer: Optimizer) -> None:
-    """Run the hooks that run after a ``step`` without arguments."""
-    for hook in _all_post_hooks(optimizer):
-        hook(optimizer, (optimizer,), {})
-
-
-def run_step_hooks(optimizer: Optimizer, *, leaving_out: type) -> None:
-    """Run the hooks around a ``step`` without arguments that was made already, except those of a class."""
-    after = [*getattr(optimizer, "_optimizer_step_post_hooks", {}).values()]
-    for hook in all_pre_hooks(optimizer) + after + list(base._global_optimizer_post_hooks.values()):
-        if not isinstance(hook, leaving_out):
-            hook(optimizer, (optimizer,), {})
 
 
 def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
@@ -217,33 +196,10 @@ def global_step_hooks_suspended() -> Iterator[None]:
                 base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = _suspended
 
 
-# Hooks of state_dict() and load_state_dict(), which a class with a state_dict() of its own has no other way to run.
-
-
-def before_state_dict(optimizer: Optimizer) -> None:
-    """Run the hooks of ``register_state_dict_pre_hook``."""
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        hook(optimizer)
-
-
-def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Run the hooks of ``register_state_dict_post_hook``, each of which may replace the dict."""
-    return _replaced(optimizer, optimizer._optimizer_state_dict_post_hooks, state_dict)
-
-
-def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the hooks of ``register_load_state_dict_pre_hook`` on a shallow copy, which each may replace."""
-    return _replaced(optimizer, optimizer._optimizer_load_state_dict_pre_hooks, dict(state_dict))
-
-
-def after_load_state_dict(optimizer: Optimizer) -> None:
-    """Run the hooks of ``register_load_state_dict_post_hook``."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
-
-
-def _replaced(optimizer: Optimizer, hooks: Mapping[int, Any], state_dict: dict[str, Any]) -> dict[str, Any]:
-    for hook in hooks.values():
-        replaced = hook(optimizer, state_dict)
+def run_state_hooks(optimizer: Optimizer, when: str, state_dict: dict[str, Any] | None = None) -> Any:
+    """Run the hooks of ``optimizer.register_{when}_hook``, which a class with a ``state_dict()`` of its own has no
+    other way to run; returns ``state_dict``, in place of which each may give another."""
+    for hook in getattr(optimizer, f"_optimizer_{when}_hooks").values():
+        replaced = hook(optimizer) if state_dict is None else hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     return state_dict

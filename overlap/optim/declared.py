@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Adafactor, Optimizer
 
 from overlap._checks import described, is_one_of, told
-from overlap._torch.optimizer import all_pre_hooks, own_step
+from overlap._torch.optimizer import own_step, step_hooks
 from overlap.errors import ConfigurationError, UnsupportedError
 
 __all__ = [
@@ -199,7 +199,7 @@ def check_nothing_before(optimizer: Optimizer) -> None:
             f"step() of this {name} was replaced on the object, and an update in backward would not call it; use "
             "Step(OverlappedOptimizer(optimizer), deferred=True)"
         )
-    for hook in all_pre_hooks(optimizer):
+    for hook in step_hooks(optimizer)[0]:
         if not str(getattr(hook, "__module__", "")).startswith("overlap."):  # Those of this library only watch.
             raise UnsupportedError(
                 f"the step pre-hook {getattr(hook, '__qualname__', repr(hook))} must run before the update of this "

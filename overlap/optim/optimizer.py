@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import refuse_capture
-from overlap._torch.optimizer import mark_stepped, patch_step, run_step_hooks, unwrapped
+from overlap._torch.optimizer import mark_stepped, patch_step, step_hooks, unwrapped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.context import refuse_before_model
@@ -464,4 +464,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
                 break
         else:
             self.stepper.finish()
-        run_step_hooks(self.optimizer, leaving_out=StepGuard)
+        before, after = step_hooks(self.optimizer)
+        for hook in before + after:
+            if not isinstance(hook, StepGuard):
+                hook(self.optimizer, (self.optimizer,), {})

@@ -28,7 +28,7 @@ from overlap._checks import refuse_capture
 from overlap._threads import start
 from overlap._torch.autograd import by_default, without_saved_context
 from overlap._torch.c10d import has_lost_connection
-from overlap._torch.ddp import has_one_bucket, trained_parameters
+from overlap._torch.ddp import data_parallel_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap.errors import CollectiveError
 from overlap.hooks.collectives import Operation
@@ -64,8 +64,12 @@ SMALL_BYTES = 2**20
 
 def runs_inline(ddp: DistributedDataParallel) -> bool:
     """Whether stages of this model on CPU tensors run on autograd's thread. See [Note: small models]."""
-    trained_bytes = sum(parameter.nbytes for parameter in trained_parameters(ddp))
-    return SMALL_BYTES > 0 and (has_one_bucket(ddp) or trained_bytes <= SMALL_BYTES)
+    trained = [parameter for parameter in data_parallel_parameters(ddp) if parameter.requires_grad]
+    nbytes = sum(parameter.nbytes for parameter in trained)
+    # By default DDP's first bucket is smaller than the others.
+    fits_a_bucket = not ddp.bucket_bytes_cap_default and nbytes <= ddp.bucket_bytes_cap
+    has_one_bucket = len(trained) == 1 or (fits_a_bucket and len({parameter.dtype for parameter in trained}) == 1)
+    return SMALL_BYTES > 0 and (has_one_bucket or nbytes <= SMALL_BYTES)
 
 
 class Executor:

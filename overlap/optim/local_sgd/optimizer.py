@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from overlap._checks import check_ddp, is_one_of
 from overlap._torch.ddp import GradientSync, before_final_sync
 from overlap._torch.join import is_joining, used_in_shadow
-from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
+from overlap._torch.optimizer import step_hooks
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
@@ -392,10 +392,13 @@ class _LocalJoinHook(JoinHook):
             for parameter, mean in held.items():
                 parameter.grad = mean if used is None or id(parameter) in used else None
             held.clear()
-        run_pre_hooks(local)
+        before, after = step_hooks(local)
+        for hook in before:
+            hook(local, (local,), {})
         local.step_wrapped()
         local._end_step(is_own=False)
-        run_post_hooks(local)
+        for hook in after:
+            hook(local, (local,), {})
 
     def post_hook(self, is_last_joiner: bool = True) -> None:
         """All ranks end with the same parameters."""

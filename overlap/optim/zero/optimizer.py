@@ -22,14 +22,11 @@ from overlap._torch.c10d import backend_name
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap._torch.optimizer import (
-    after_load_state_dict,
-    after_state_dict,
-    before_load_state_dict,
-    before_state_dict,
     has_post_hooks,
     hook_attributes,
     is_scheduled,
     own_step,
+    run_state_hooks,
     unwrapped,
 )
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError, UnsupportedError
@@ -649,7 +646,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             TrainingLoopError: :meth:`consolidate_state_dict` was not called since the last update.
         """
-        before_state_dict(self)
+        run_state_hooks(self, "state_dict_pre")
         self._check_groups()
         if not self._consolidated:
             raise TrainingLoopError(
@@ -658,7 +655,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 "state_dict(), or save sharded_state_dict() instead"
             )
         (whole,) = self._consolidated
-        return after_state_dict(self, packed(whole, self.param_groups)) if whole else {}
+        return run_state_hooks(self, "state_dict_post", packed(whole, self.param_groups)) if whole else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a :meth:`state_dict` of this class or of the plain optimizer, on every rank.
@@ -666,7 +663,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             ConfigurationError: it belongs to other parameters.
         """
-        given = before_load_state_dict(self, state_dict)
+        given = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
         self.prepare_to_load()
         self.wait()
         state = self.sharded_state()
@@ -674,7 +671,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         if not given["state"] and not self.optim.state:
             # Accelerate loads the state of a new optimizer, which leaves it as it was.
             self._consolidated[:] = [state.without_values()]
-        after_load_state_dict(self)
+        run_state_hooks(self, "load_state_dict_post")
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part, for ``torch.distributed.checkpoint.save``; any number of ranks can :meth:`load_sharded`

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap._torch import c10d
 from overlap.optim.zero import exchange
 from overlap.optim.zero import shards as cutting
 from overlap.optim.zero.exchange import Workspace
@@ -197,25 +196,18 @@ def test_a_bucket_of_the_whole_model_is_reduced_in_parts() -> None:
 
 def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torch.Tensor]]:
     """The memory for what other ranks send, and what two passes have made of the parameters."""
-    boxes: list[c10d._Boxes] = []
-    make = c10d._Boxes.__init__
-
-    def noted(self: c10d._Boxes) -> None:
-        make(self)
-        boxes.append(self)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(c10d._Boxes, "__init__", noted)
         patch.setattr(cutting, "_ROW_BYTES", row_bytes)
         patch.setattr(cutting, "_LARGE_NUMEL", 100)  # Weights travel by themselves, biases packed.
         torch.manual_seed(0)
         ddp = wrap(nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))))
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-        chain(ZeroStep(zero)).register(ddp)
+        registration = chain(ZeroStep(zero)).register(ddp)
         for step in range(2):
             ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(2 * step + rank))).square().mean().backward()
             zero.step()
-    return sum(one.held_bytes for one in boxes), [parameter.detach().clone() for parameter in ddp.parameters()]
+    memory = registration.runtime.executor.channels.of(None).sum_memory
+    return sum(place.numel() for place in memory), [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
 def _in_two_rows(rank: int, world_size: int) -> None:
