@@ -24,8 +24,7 @@ from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.collectives import Operation, all_gather, all_to_all
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import Item, run_now
-from overlap.hooks.wires import BFloat16, Float16, Int8, RoundingGenerator, Wire
-from overlap.hooks.wires.exchange import QuantizedSum, sum_in_order
+from overlap.hooks.wires import BFloat16, Float16, Int8, QuantizedSum, RoundingGenerator, Wire
 from overlap.ranks.board import agree
 from overlap.ranks.machines import levels_of
 
@@ -315,11 +314,13 @@ class _Exchange:
         if not output.numel():
             return
         rank, codec = self.group.rank(), self.wire.codec(output.numel())
-        own = inputs[rank].detach().reshape(-1).to(torch.float32, copy=True)
+        total = inputs[rank].detach().reshape(-1).to(torch.float32, copy=True)
         messages = self._messages(inputs)
         received = messages[rank].new_empty(self.group.size(), codec.message_bytes)
         await all_to_all(received.unbind(), messages, group=self.group)
-        self._write(sum_in_order(codec, own, received, rank), output, op)
+        codec.add_rows(received[:rank], total)
+        codec.add_rows(received[rank + 1 :], total)
+        self._write(total, output, op)
 
     async def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """The sum or mean over ranks of ``tensor``, in place."""

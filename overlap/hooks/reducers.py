@@ -13,7 +13,6 @@ from overlap.hooks.collectives import all_gather, all_reduce
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.wires import Wire
-from overlap.hooks.wires.formats import cast
 
 __all__ = ["AllGather", "AllReduce", "Cast", "NoReduction"]
 
@@ -107,7 +106,7 @@ class Cast(Stage):
             return
         if not bucket.buffer.is_floating_point():
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; leave the cast out")
-        compressed = bucket.with_buffer(cast(bucket.buffer, torch.empty_like(bucket.buffer, dtype=self.dtype)))
+        compressed = bucket.with_buffer(bucket.buffer.to(self.dtype))
         await self.inner(compressed)
         bucket.buffer.copy_(compressed.buffer)
 

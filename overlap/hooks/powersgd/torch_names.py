@@ -18,7 +18,7 @@ from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.powersgd.memory import Memory, bucket_key, redistribute
+from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.powersgd.stage import PowerSGD
 from overlap.hooks.stage import StageContext
 
@@ -102,7 +102,7 @@ class PowerSGDState(classes.PowerSGDState):
     @property
     def error_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, by parameter."""
-        return dict(self.memory.residuals)
+        return dict(self.memory.errors)
 
     @property
     def total_numel_before_compression(self) -> int:
@@ -175,7 +175,8 @@ class _WholeBuckets(_HookPowerSGD):
         self.min_compression_rate = 0.0
 
     async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
-        memory, key, numel = self._memory, bucket_key(keys), bucket.buffer.numel()
+        memory, numel = self._memory, bucket.buffer.numel()
+        key = f"{keys[0]} ... {keys[-1]}"  # No parameter's name has two dots in a row.
         side = math.isqrt(numel - 1) + 1
         square = bucket.buffer.new_zeros(side * side)
         square[:numel].copy_(bucket.buffer)
@@ -183,16 +184,16 @@ class _WholeBuckets(_HookPowerSGD):
         if not self.error_feedback:
             sent_numel = await super()._reduce(whole, (key,), step)
         else:
+            errors = torch.zeros_like(square, dtype=torch.promote_types(square.dtype, torch.float32))
             pairs = zip(keys, bucket.gradients, strict=True)
-            residuals = [memory.residual(name, gradient, square.dtype) for name, gradient in pairs]
-            errors = torch.zeros_like(square)
+            residuals = [memory.residual(name, gradient, errors.dtype) for name, gradient in pairs]
             parts = bucket.with_buffer(errors[:numel]).gradients
             copy_all(parts, residuals)
-            memory.residuals[key] = errors.view(side, side)
+            memory.errors[key] = errors.view(side, side)
             try:
                 sent_numel = await super()._reduce(whole, (key,), step)
             finally:
-                memory.residuals.pop(key, None)
+                memory.errors.pop(key, None)
             copy_all(residuals, parts)
         bucket.buffer.copy_(square[:numel])
         return sent_numel
