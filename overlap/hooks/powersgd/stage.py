@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from overlap._checks import as_number, check_flag, check_whole_number, told
-from overlap.errors import ArgumentTypeError, ConfigurationError
+from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
@@ -16,12 +16,6 @@ from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 
 __all__ = ["PowerSGD"]
-
-# PyTorch's arguments of PowerSGDState, beside its process group and those with names of PowerSGD's.
-_OF_STATE = frozenset({
-    "matrix_approximation_rank", "start_powerSGD_iter", "use_error_feedback", "orthogonalization_epsilon",
-    "random_seed", "compression_stats_logging_frequency", "batch_tensors_with_same_shape",
-})  # fmt: skip
 
 
 class PowerSGD(Stage):
@@ -74,15 +68,7 @@ class PowerSGD(Stage):
         alternate: bool = False,
         wire: Wire | None = None,
         seed: int = 0,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            given = [f"{name}={told(value)}" for name, value in unknown.items() if name in _OF_STATE]
-            remedy = (
-                ". PyTorch's arguments are those of PowerSGDState: overlap.register(ddp, overlap.powerSGD_hook, "
-                f"overlap.PowerSGDState({', '.join(['None', *given])}))"
-            )
-            raise ArgumentTypeError(f"PowerSGD has no argument {' and '.join(unknown)}{remedy if given else ''}")
         self.rank = check_whole_number("rank", rank, least=1)
         self.start_step = check_whole_number("start_step", start_step, least=0)
         self.min_compression_rate = min_compression_rate
@@ -105,7 +91,6 @@ class PowerSGD(Stage):
             )
         self._memory = Memory(self, wire=wire)
         self._layouts: dict[tuple[object, ...], ReductionLayout] = {}
-        self._has_compressed = False
         self._all_reduce = AllReduce()
 
     def attach(self, context: StageContext) -> None:
@@ -139,7 +124,6 @@ class PowerSGD(Stage):
         if step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
             return
-        self._has_compressed = True
         sent_numel = await self._reduce(bucket, keys, step)
         # Not in one statement: other buckets count during the await.
         self._memory.numel_before += bucket.buffer.numel()
@@ -206,6 +190,6 @@ class PowerSGD(Stage):
     def __repr__(self) -> str:
         parts = [f"rank={self.rank!r}"]
         for name, option in inspect.signature(PowerSGD.__init__).parameters.items():
-            if name not in ("self", "rank", "unknown") and (value := getattr(self, name)) != option.default:
+            if name not in ("self", "rank") and (value := getattr(self, name)) != option.default:
                 parts.append(f"{name}={value!r}")
         return f"PowerSGD({', '.join(parts)})"

@@ -17,10 +17,10 @@ from overlap._torch import classes
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook
-from overlap.hooks.bucket import Bucket, on_group
+from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.powersgd.stage import PowerSGD
-from overlap.hooks.stage import StageContext
+from overlap.hooks.reducers import OnGroup
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -141,30 +141,18 @@ class PowerSGDState(classes.PowerSGDState):
 
 
 class _HookPowerSGD(PowerSGD):
-    """The stage of a state, on the state's process group."""
+    """The stage of a state."""
 
     def __init__(self, state: PowerSGDState) -> None:
         super().__init__(**state.options())
         self._memory = state.memory
-        self._group = state.process_group
         self._log_every_steps = state.compression_stats_logging_frequency
-        self._next_log = 0
-
-    def attach(self, context: StageContext) -> None:
-        super().attach(context if self._group is None else replace(context, group=self._group))
 
     def after_backward(self, *, failed: bool) -> str | None:
-        note = super().after_backward(failed=failed)
-        if self._has_compressed and not failed and self._memory.steps >= self._next_log:
-            self._next_log = self._memory.steps + self._log_every_steps
-            rate, before, after = self._memory.compression_stats()
+        rate, before, after = self.compression_stats()
+        if after and not failed and self._memory.steps % self._log_every_steps == 0:
             _logger.info("step %d: %d elements sent as %d, %.1f times fewer", self._memory.steps, before, after, rate)
-        return note
-
-    async def __call__(self, bucket: Bucket) -> None:
-        if self._group is not None and self._group is not bucket.group:
-            bucket = on_group(bucket, self._group)
-        await super().__call__(bucket)
+        return super().after_backward(failed=failed)
 
 
 class _WholeBuckets(_HookPowerSGD):
@@ -202,18 +190,14 @@ class _WholeBuckets(_HookPowerSGD):
         return super().__repr__().replace("PowerSGD", "PowerSGD, whole buckets", 1)
 
 
-def _hook(name: str, doc: str, stage: type[_HookPowerSGD]) -> StageHook:
-    def checked(state: Any) -> PowerSGDState:
+def _hook(name: str, doc: str, make: type[_HookPowerSGD]) -> StageHook:
+    def group_of(state: Any) -> dist.ProcessGroup | None:
         if isinstance(state, PowerSGDState):
-            return state
+            return state.process_group
         raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {described(state)}")
 
     return StageHook(
-        lambda state: stage(checked(state)),
-        name,
-        group_of=lambda state: checked(state).process_group,
-        doc=doc,
-        module=__name__,
+        lambda state: OnGroup.of(group_of(state), make(state)), name, group_of=group_of, doc=doc, module=__name__
     )
 
 
