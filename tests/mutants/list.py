@@ -80,8 +80,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the last rule decides": Mutant(
         "hooks/route.py",
-        "reducer_of[name] = self.rules[found[0]]",
-        "reducer_of[name] = self.rules[found[-1]]",
+        "(rule for rule in self.rules if _matches",
+        "(rule for rule in reversed(self.rules) if _matches",
         "hooks/test_route.py",
     ),
     "clipping by the norm of an earlier pass": Mutant(
