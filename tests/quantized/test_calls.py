@@ -100,7 +100,7 @@ def test_pytorchs_own_types_are_taken() -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="quant_loss must be a finite number, got '0.5'"):
+    with pytest.raises(ConfigurationError, match=r"quant_loss must be a finite number, got '0.5'"):
         auto_quantize(dist.all_reduce, DQuantType.FP16, "0.5")  # type: ignore[arg-type]
 
 
