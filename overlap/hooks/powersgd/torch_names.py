@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 _logger = logging.getLogger(__name__)
 
 
-class PowerSGDState(classes.PowerSGDState):
+class PowerSGDState(Memory, classes.PowerSGDState):
     """Options and memory of :func:`powerSGD_hook`, for one model.
 
     The arguments are PyTorch's and mean the same; :class:`PowerSGD` has more.
@@ -67,6 +68,7 @@ class PowerSGDState(classes.PowerSGDState):
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
+        super().__init__(self, wire=None)
         self.process_group = check_group("process_group", process_group)
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
@@ -80,61 +82,38 @@ class PowerSGDState(classes.PowerSGDState):
         )
         self.compression_stats_logging_frequency = max(1, frequency)
         self.batch_tensors_with_same_shape = check_flag("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
-        PowerSGD(**self.options())  # Raises here, and not in the first backward.
-        self.memory = Memory(self, wire=None)
-
-    def options(self) -> dict[str, Any]:
-        """The options under the names of :class:`PowerSGD`."""
-        return {
-            "rank": self.matrix_approximation_rank,
-            "start_step": self.start_powerSGD_iter,
-            "min_compression_rate": self.min_compression_rate,
-            "error_feedback": self.use_error_feedback,
-            "warm_start": self.warm_start,
-            "seed": self.random_seed,
-        }
+        _HookPowerSGD(self)  # Raises here, and not in the first backward.
 
     @property
     def iter(self) -> int:
         """Backward passes so far."""
-        return self.memory.steps
+        return self.steps
 
     @property
     def error_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, by parameter."""
-        return dict(self.memory.errors)
+        return dict(self.errors)
 
     @property
     def total_numel_before_compression(self) -> int:
-        return self.memory.numel_before
+        return self.numel_before
 
     @property
     def total_numel_after_compression(self) -> int:
-        return self.memory.numel_after
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """As :meth:`PowerSGD.compression_stats`."""
-        return self.memory.compression_stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`PowerSGD.state_dict`."""
-        return self.memory.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As :meth:`PowerSGD.load_state_dict`."""
-        self.memory.load_state_dict(state_dict)
+        return self.numel_after
 
     redistribute = staticmethod(redistribute)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             _logger.warning("PowerSGDState: the process group is not pickled; set process_group after loading")
-        return {**self.__dict__, "process_group": None, "memory": self.memory.state_dict()}
+        options = {name: getattr(self, name) for name in inspect.signature(PowerSGDState).parameters}
+        return {**options, "process_group": None, "memory": self.state_dict()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.memory = Memory(self, wire=None)
-        self.memory.load_state_dict(state["memory"])
+        memory, options = state["memory"], {name: value for name, value in state.items() if name != "memory"}
+        self.__init__(**options)  # type: ignore[misc]
+        self.load_state_dict(memory)
 
     def maybe_increase_iter(self, bucket: Any) -> None:
         """Does nothing: the stage counts backward passes."""
@@ -144,8 +123,15 @@ class _HookPowerSGD(PowerSGD):
     """The stage of a state."""
 
     def __init__(self, state: PowerSGDState) -> None:
-        super().__init__(**state.options())
-        self._memory = state.memory
+        super().__init__(
+            rank=state.matrix_approximation_rank,
+            start_step=state.start_powerSGD_iter,
+            min_compression_rate=state.min_compression_rate,
+            error_feedback=state.use_error_feedback,
+            warm_start=state.warm_start,
+            seed=state.random_seed,
+        )
+        self._memory = state
         self._log_every_steps = state.compression_stats_logging_frequency
 
     def after_backward(self, *, failed: bool) -> str | None:
