@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from overlap._checks import as_list, described
 from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
-from overlap.hooks.adapters import CommHook, as_stage, check_hook, hook_name
+from overlap.hooks.adapters import as_stage, check_hook, hook_name
 from overlap.optim import FunctionalOptimizer, Step
 
 __all__ = ["OptimizerHookState", "hook_then_optimizer"]
@@ -52,7 +52,7 @@ class OptimizerHookState:
         return Step(self.optimizer)
 
 
-def hook_then_optimizer(hook: Stage | CommHook | Callable[..., Any], state: OptimizerHookState) -> StageHook:
+def hook_then_optimizer(hook: Stage | Callable[..., Any], state: OptimizerHookState) -> StageHook:
     """A hook that reduces a bucket with ``hook`` and then updates its parameters, while backward goes on.
 
     The same as ``chain(hook, Step(state.optimizer))``, in the form that

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import inspect
-import math
+import itertools
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import as_number, described, told
+from overlap._checks import check_number, described, told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.collectives import Operation, all_gather, all_to_all
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import Item, run_now
-from overlap.hooks.wires import BFloat16, Float16, Int8, RoundingGenerator, Wire
-from overlap.hooks.wires.exchange import QuantizedSum, sum_in_order
+from overlap.hooks.wires import BFloat16, Float16, Int8, QuantizedSum, RoundingGenerator, Wire
 from overlap.ranks.board import agree
 from overlap.ranks.machines import levels_of
 
@@ -101,12 +100,16 @@ def auto_quantize(
     if make is None:
         names = sorted({known.__name__ for known in _known()})
         raise ConfigurationError(f"{name} cannot be quantized; these can, of torch.distributed: {', '.join(names)}")
-    wire = _wire(qtype)
-    number = None if quant_loss is None else as_number(quant_loss)
-    if quant_loss is not None and (number is None or not math.isfinite(number) or not number):
+    wire = qtype
+    # PyTorch's own DQuantType has the same names.
+    if isinstance(qtype, enum.Enum) and type(qtype).__name__ == "DQuantType" and qtype.name in DQuantType.__members__:
+        wire = _WIRES[DQuantType[qtype.name]]
+    if not isinstance(wire, Wire):
         raise ConfigurationError(
-            f"quant_loss is {told(quant_loss)}: give a number other than 0, which results are divided by, or None"
+            f"qtype is {told(qtype)}: give one of {', '.join(f'DQuantType.{one.name}' for one in DQuantType)}, or a "
+            "Wire such as Int4()"
         )
+    loss = None if quant_loss is None else check_number("quant_loss", quant_loss)
     generators: weakref.WeakKeyDictionary[dist.ProcessGroup, RoundingGenerator] = weakref.WeakKeyDictionary()
     signature = inspect.signature(collective)
 
@@ -120,10 +123,17 @@ def auto_quantize(
         if not isinstance(group, dist.ProcessGroup):
             raise ConfigurationError(f"{name}: this rank is not in the group, or there is no process group yet")
         rounding = generators.setdefault(group, RoundingGenerator(wire))
-        exchange = _Exchange(group=group, wire=wire, rounding=rounding, loss=number)
+        exchange = _Exchange(group=group, wire=wire, rounding=rounding, loss=loss)
+        op = bound.arguments.get("op")
+        if op not in (None, dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise UnsupportedError(f"{op} cannot be quantized: give SUM or AVG")
+        device = _device_of(bound.arguments.values())
         exchanges, outputs = make(exchange, *bound.arguments.values())
-        device = outputs[0].device
-        call = _call(name, bound.arguments.get("op"), outputs, wire)
+        # As all ranks must make it; sizes of an all-to-all are each rank's own.
+        call = name if op is None else f"{'AVG' if op == dist.ReduceOp.AVG else 'SUM'} {name}"
+        if not name.startswith("all_to_all"):
+            call += f" with a result of {sum(output.numel() for output in outputs)} elements,"
+        call += f" as {wire}"
         known = _compared.setdefault(group, set())
         if device.type == "cpu" and call not in known:
             agree(group, f"call a quantized {call}")
@@ -131,26 +141,6 @@ def auto_quantize(
         run_now([Item(index=0)], lambda item: exchanges(), executor_for(group, device))
 
     return quantized
-
-
-def _call(name: str, op: Any, outputs: Sequence[Tensor], wire: Wire) -> str:
-    """The call as all ranks must make it; sizes of an all-to-all are each rank's own."""
-    if name.startswith("all_to_all"):
-        return f"{name} as {wire}"
-    reduction = "" if op is None else "AVG " if op == dist.ReduceOp.AVG else "SUM "
-    return f"{reduction}{name} with a result of {sum(output.numel() for output in outputs)} elements, as {wire}"
-
-
-def _wire(qtype: Any) -> Wire:
-    if isinstance(qtype, Wire):
-        return qtype
-    # PyTorch's own DQuantType has the same names.
-    if isinstance(qtype, enum.Enum) and type(qtype).__name__ == "DQuantType" and qtype.name in DQuantType.__members__:
-        return _WIRES[DQuantType[qtype.name]]
-    raise ConfigurationError(
-        f"qtype is {told(qtype)}: give one of {', '.join(f'DQuantType.{one.name}' for one in DQuantType)}, or a Wire "
-        "such as Int4()"
-    )
 
 
 @cache
@@ -172,18 +162,12 @@ def _known() -> dict[Any, Callable[..., _Made]]:
 
 def _all_gather(exchange: _Exchange, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Made:
     _check_list(exchange, "tensor_list", tensor_list, numel=tensor.numel())
-    _check(tensor, *tensor_list)
     return partial(exchange.all_gather, tensor_list, tensor), list(tensor_list)
 
 
 def _all_gather_into_tensor(exchange: _Exchange, output_tensor: Tensor, input_tensor: Tensor) -> _Made:
     ranks = exchange.group.size()
     _check_numel("output_tensor", output_tensor, ranks * input_tensor.numel())
-    _check(output_tensor, input_tensor)
-    if not output_tensor.is_contiguous():
-        raise ConfigurationError(
-            "output_tensor is not contiguous, so it cannot be split into views: give a contiguous one"
-        )
     outputs = output_tensor.view(ranks, input_tensor.numel()).unbind()
     return partial(exchange.all_gather, outputs, input_tensor), [output_tensor]
 
@@ -193,7 +177,6 @@ def _all_to_all(
 ) -> _Made:
     _check_list(exchange, "output_tensor_list", output_tensor_list)
     _check_list(exchange, "input_tensor_list", input_tensor_list)
-    _check(*output_tensor_list, *input_tensor_list)
     return partial(exchange.all_to_all, output_tensor_list, input_tensor_list), list(output_tensor_list)
 
 
@@ -204,15 +187,12 @@ def _all_to_all_single(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> _Made:
-    _check(output, input)
     outputs = _split(exchange, "output", output, output_split_sizes)
     inputs = _split(exchange, "input", input, input_split_sizes)
     return partial(exchange.all_to_all, outputs, inputs), [output]
 
 
 def _all_reduce(exchange: _Exchange, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
-    _check(tensor)
-    _check_op(op)
     return partial(exchange.all_reduce, tensor, op), [tensor]
 
 
@@ -220,16 +200,12 @@ def _reduce_scatter(
     exchange: _Exchange, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
 ) -> _Made:
     _check_list(exchange, "input_list", input_list, numel=output.numel())
-    _check(output, *input_list)
-    _check_op(op)
     return partial(exchange.reduce_scatter, output, input_list, op), [output]
 
 
 def _reduce_scatter_tensor(exchange: _Exchange, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
     ranks = exchange.group.size()
     _check_numel("input", input, ranks * output.numel())
-    _check(output, input)
-    _check_op(op)
     return partial(exchange.reduce_scatter, output, input.reshape(ranks, output.numel()).unbind(), op), [output]
 
 
@@ -251,13 +227,16 @@ def _split(exchange: _Exchange, name: str, tensor: Tensor, sizes: Sequence[int] 
     return parts
 
 
-def _check(*tensors: Tensor) -> None:
+def _device_of(arguments: Iterable[Any]) -> torch.device:
+    """Raises: UnsupportedError: a tensor is not floating-point; ConfigurationError: they are on several devices."""
+    lists = [value if isinstance(value, Sequence) else (value,) for value in arguments]
+    tensors = [one for one in itertools.chain.from_iterable(lists) if isinstance(one, Tensor)]
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise UnsupportedError(f"{kind} cannot be quantized: give floating-point tensors")
+        if not tensor.is_floating_point():
+            raise UnsupportedError(f"{tensor.dtype} cannot be quantized: give floating-point tensors")
         if tensor.device != tensors[0].device:
             raise ConfigurationError(f"tensors lie on {tensors[0].device} and {tensor.device}: put them on one device")
+    return tensors[0].device
 
 
 def _check_list(exchange: _Exchange, name: str, tensors: Sequence[Tensor], *, numel: int | None = None) -> None:
@@ -273,11 +252,6 @@ def _check_list(exchange: _Exchange, name: str, tensors: Sequence[Tensor], *, nu
 def _check_numel(name: str, tensor: Tensor, numel: int | None) -> None:
     if tensor.numel() != numel:
         raise ConfigurationError(f"{name} has {tensor.numel()} elements, and needs {numel}")
-
-
-def _check_op(op: Any) -> None:
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise UnsupportedError(f"{op} cannot be quantized: give SUM or AVG")
 
 
 # The exchange of messages
@@ -315,11 +289,13 @@ class _Exchange:
         if not output.numel():
             return
         rank, codec = self.group.rank(), self.wire.codec(output.numel())
-        own = inputs[rank].detach().reshape(-1).to(torch.float32, copy=True)
+        total = inputs[rank].detach().reshape(-1).to(torch.float32, copy=True)
         messages = self._messages(inputs)
         received = messages[rank].new_empty(self.group.size(), codec.message_bytes)
         await all_to_all(received.unbind(), messages, group=self.group)
-        self._write(sum_in_order(codec, own, received, rank), output, op)
+        codec.add_rows(received[:rank], total)
+        codec.add_rows(received[rank + 1 :], total)
+        self._write(total, output, op)
 
     async def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """The sum or mean over ranks of ``tensor``, in place."""

@@ -179,10 +179,6 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     "ZeroStep, a plain optimizer": (lambda of: ZeroStep(of.sgd), r"use chain\(AllReduce\(\), Step\(optimizer\)\)"),
     "Cast, a name": (lambda of: Cast("bf16"), "a floating-point torch.dtype such as torch.bfloat16, got 'bf16'"),
     "Cast, a wire": (lambda of: Cast(Int8()), r"got Int8\(\); Quantize\(Int8\(\)\) sends a wire"),
-    "PowerSGD, PyTorch's names": (
-        lambda of: PowerSGD(matrix_approximation_rank=4),
-        r"powerSGD_hook, overlap\.PowerSGDState\(None, matrix_approximation_rank=4",
-    ),
     "sharded, a class that wraps": (
         lambda of: ZeroRedundancyOptimizer(of.model.parameters(), Lookahead, k=2),
         r"write Lookahead\(zero\), with ZeroStep\(zero, deferred=True\)",

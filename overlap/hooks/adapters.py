@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.wires.codec import Wire
 
 __all__ = [
-    "CommHook",
     "HookStage",
     "StageHook",
     "as_hook",
@@ -38,16 +37,10 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class CommHook(Protocol):
-    """A hook for ``ddp.register_comm_hook``, under any names of its two parameters."""
-
-    def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[torch.Tensor]: ...
-
-
 # To a stage.
 
 
-def as_stage(hook: CommHook | Callable[..., Any] | Stage, state: Any = None) -> Stage:
+def as_stage(hook: Callable[..., Any] | Stage, state: Any = None) -> Stage:
     """The hook ``(state, bucket) -> Future[Tensor]`` as a reducer for a chain.
 
     Any callable of two arguments is accepted: functions, partials, lambdas, instances, under any argument names. A
@@ -66,12 +59,12 @@ def as_stage(hook: CommHook | Callable[..., Any] | Stage, state: Any = None) -> 
     """
     if isinstance(hook, StageHook):
         return hook.stage(state)
-    if isinstance(hook, Stage) or (_takes_a_bucket(hook) and _instead_of_clip(hook) is None):
+    if isinstance(hook, Stage) or _takes_a_bucket(hook):
         if state is not None:
             raise ConfigurationError(f"a stage keeps its own state, but {told(state)} was given for {shown(hook)}")
-        return hook if isinstance(hook, Stage) else _FunctionStage(hook)  # type: ignore[arg-type]
-    if not callable(hook) or _is_never_a_hook(hook):
-        raise ConfigurationError(f"{shown(hook)} is not a stage: {_remedy(hook)}")
+        return hook if isinstance(hook, Stage) else _FunctionStage(hook)
+    if (remedy := _instead_of(hook)) is not None:
+        raise ConfigurationError(f"{shown(hook)} is not a stage: {remedy}")
     try:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
@@ -127,9 +120,9 @@ def shown(thing: object) -> str:
     return typed if is_typed else described(thing)
 
 
-def _takes_a_bucket(thing: object) -> bool:
+def _takes_a_bucket(thing: Any) -> bool:
     """Whether ``thing`` is a function of a bucket: ``async``, or a plain one that must be given one argument."""
-    if isinstance(thing, Stage | StageHook) or not callable(thing) or _is_never_a_hook(thing):
+    if isinstance(thing, Stage | StageHook) or _instead_of(thing) is not None:
         return False
     if inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None)):  # noqa: B004
         return True
@@ -142,39 +135,25 @@ def _takes_a_bucket(thing: object) -> bool:
     return len([p for p in positional if p.default is p.empty]) == 1 and not is_variadic
 
 
-def _is_optimizer(thing: object) -> bool:
-    return isinstance(getattr(thing, "__self__", thing), Optimizer)  # Its step() is often given, too.
-
-
-def _instead_of_clip(thing: object) -> str | None:
-    """The code to write in place of PyTorch's functions, perhaps with some arguments in a ``functools.partial``."""
-    function = getattr(thing, "func", thing)
+def _instead_of(thing: Any) -> str | None:
+    """The code to write in place of ``thing``; ``None`` if it may be a hook."""
+    function = getattr(thing, "func", thing)  # functools.partial
     if function is nn.utils.clip_grad_norm_:
         return "write ClipGradNorm(max_norm)"
     if function is nn.utils.clip_grad_value_:
         return "write a function, def clip_value(bucket): bucket.buffer.clamp_(-value, value)"
-    return None
-
-
-def _is_never_a_hook(thing: object) -> bool:
-    """Whether ``thing`` can be called with two arguments and is yet known to be something else."""
-    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or _instead_of_clip(thing) is not None
-
-
-def _remedy(thing: Any) -> str:
-    """The code to write in place of ``thing``, for common mistakes."""
     if isinstance(thing, type):
         return f"it is a class; write {thing.__name__}(...)"
     if isinstance(thing, Wire):
         return f"write Quantize({thing!r})"
     if isinstance(thing, classes.ZeroRedundancyOptimizer):
         return "write chain(ZeroStep(zero))"
-    if _is_optimizer(thing):
+    if isinstance(getattr(thing, "__self__", thing), Optimizer):  # Its step() is often given, too.
         return "write chain(AllReduce(), Step(optimizer))"
-    if (instead := _instead_of_clip(thing)) is not None:
-        return instead
     if isinstance(thing, list | tuple):
         return "give stages one by one, as in chain(*stages)"
+    if callable(thing) and not isinstance(thing, nn.Module):
+        return None
     return (
         "a stage is an overlap.Stage or a function of one bucket; a DDP communication hook becomes one with "
         "overlap.hooks.as_stage(hook, state)"
@@ -214,7 +193,7 @@ class HookStage(Stage):
     Gloo, as in DDP.
     """
 
-    def __init__(self, hook: CommHook, state: Any) -> None:
+    def __init__(self, hook: Callable[..., Any], state: Any) -> None:
         self.hook = hook, state
         """The hook and its state."""
 
@@ -222,7 +201,7 @@ class HookStage(Stage):
 
     async def __call__(self, bucket: Bucket) -> None:
         hook, state = self.hook
-        future = hook(state, bucket.raw if bucket.raw is not None else _RawBucket(bucket))  # type: ignore[arg-type]
+        future = hook(state, bucket.raw if bucket.raw is not None else _RawBucket(bucket))
         if not is_future(future):
             raise ConfigurationError(
                 f"the hook {hook_name(hook)} returned {type(future).__name__}; a hook returns a torch.futures.Future"

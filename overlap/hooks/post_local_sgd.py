@@ -7,7 +7,7 @@ parameters, is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -115,7 +115,6 @@ class PostLocal(Stage):
     Args:
         state: when local SGD starts, and which ranks are the subgroup; several stages must not share one.
         inner: the reducer, :class:`AllReduce` where ``None``.
-        is_local: whether the next backward pass is local; by default ``state`` counts passes.
 
     Communication: that of ``inner``, on ``state.process_group`` (the model's where ``None``), then on the
     subgroup, or nothing.
@@ -128,11 +127,8 @@ class PostLocal(Stage):
     PostLocal(AllReduce(), from step 1000)
     """
 
-    def __init__(
-        self, state: PostLocalSGDState, inner: Stage | None = None, *, is_local: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, state: PostLocalSGDState, inner: Stage | None = None) -> None:
         self._state = state
-        self._asks_is_local = is_local
         self.inner = AllReduce() if inner is None else as_stage(inner)
         if not self.inner.reduces:
             raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not a reducer")
@@ -142,7 +138,7 @@ class PostLocal(Stage):
 
     def before_backward(self, *, is_replay: bool) -> None:
         # Decided once for all buckets of the pass, and here, because making a group is a collective.
-        self._is_local = self._state.is_local if self._asks_is_local is None else self._asks_is_local()
+        self._is_local = self._state.is_local
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
 
     async def __call__(self, bucket: Bucket) -> None:
@@ -150,22 +146,19 @@ class PostLocal(Stage):
             await self.inner(on_group(bucket, self._group))
         elif not self._is_local:
             await self.inner(bucket)
-        if self._asks_is_local is None:
-            self._state.maybe_increase_iter(bucket)
+        self._state.maybe_increase_iter(bucket)
 
     def passed(self, bucket: Bucket) -> Bucket:
         return replace(bucket, is_mean=self._group is not None or not self._is_local)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``inner``, and ``iter`` where ``state`` counts passes."""
-        counted = {} if self._asks_is_local is not None else {"iter": self._state.iter}
-        return {**super().state_dict(), **counted}
+        """That of ``inner``, and ``iter``."""
+        return {**super().state_dict(), "iter": self._state.iter}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` counts on from its own."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "iter"})
-        if self._asks_is_local is None and "iter" in state_dict:
-            self._state.iter = state_dict["iter"]
+        self._state.iter = state_dict.get("iter", self._state.iter)
 
     @property
     def signature(self) -> str:

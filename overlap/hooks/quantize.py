@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap._checks import check_flag, told
-from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
+from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_gather
 from overlap.hooks.stage import Stage, StageContext
-from overlap.hooks.wires import Int8, QuantizedSum, Wire, redistribute
-from overlap.hooks.wires.feedback import StageMemory
-from overlap.hooks.wires.formats import AffineCodec
+from overlap.hooks.wires import Codec, Int8, QuantizedSum, StageMemory, Wire, redistribute
+from overlap.hooks.wires.codec import Field
 
 __all__ = ["GatherQuantized", "Quantize"]
 
@@ -63,30 +62,22 @@ class Quantize(Stage):
             raise ConfigurationError(f"the wire is {told(wire)}: {remedy}")
         self.wire = Int8() if wire is None else wire
         self.error_feedback = check_flag("error_feedback", error_feedback)
-        self._memory = StageMemory(self, error_feedback=error_feedback, wires=[self.wire])
+        self._memory = StageMemory(self, error_feedback=error_feedback, wire=self.wire)
         self._exchanges: dict[tuple[dist.ProcessGroup, int], QuantizedSum] = {}
-        self._is_attached = False
 
     def attach(self, context: StageContext) -> None:
-        if self.error_feedback and self._is_attached:
-            raise RegistrationError(
-                f"{self!r} remembers one model's errors already; give each model a stage of its own"
-            )
         self._memory.attach(context)
-        self._is_attached = True
 
     def detach(self) -> None:
         self._memory.detach()
         self._exchanges.clear()
-        self._is_attached = False
 
     def before_backward(self, *, is_replay: bool) -> None:
         self._memory.begin()
         self._memory.find_levels()
 
     def note_result(self, result: Tensor) -> None:
-        if (feedback := self._memory.feedback) is not None:
-            feedback.note(result)
+        self._memory.note(result)
 
     def after_backward(self, *, failed: bool) -> str | None:
         self._memory.settle(failed=failed)
@@ -99,7 +90,7 @@ class Quantize(Stage):
             return
         numel, scale, exchange = bucket.buffer.numel(), 1 / bucket.divisor, self._exchange_of(bucket)
         # As in DDP, each rank divides before the sum.
-        if (feedback := self._memory.feedback) is None:
+        if not self.error_feedback:
             values = bucket.buffer.float().mul_(scale)
             await exchange(values, out=values)
             if values is not bucket.buffer:
@@ -107,7 +98,7 @@ class Quantize(Stage):
             return
         values = pad(bucket.buffer.float(), (0, exchange.padded_numel - numel)).mul_(scale)
         own = bucket.with_buffer(values[:numel])
-        feedback.add_to(own.names, own.gradients)
+        self._memory.add_errors(own.names, own.gradients)
         mean = bucket.buffer if bucket.buffer.dtype == values.dtype else torch.empty_like(own.buffer)
         await exchange(values, out=mean)
         if mean is not bucket.buffer:
@@ -115,13 +106,13 @@ class Quantize(Stage):
         if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
             # What rounding the mean loses is not delivered either; each rank keeps its part of it.
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
-        feedback.hold(own.names, own.gradients, bucket.buffer)
+        self._memory.hold_errors(own.names, own.gradients, bucket.buffer)
 
     def _exchange_of(self, bucket: Bucket) -> QuantizedSum:
         """Made once for all buckets of a size."""
         group, numel = bucket.group, bucket.buffer.numel()
         if (exchange := self._exchanges.get((group, numel))) is None:
-            generator = self._memory.generator_for(self.wire, group.rank(), bucket.buffer.device)
+            generator = self._memory.generator.of(group.rank(), bucket.buffer.device)
             exchange = self._exchanges[group, numel] = QuantizedSum(
                 numel, wire=self.wire, generator=generator, group=group, levels=self._memory.levels_of(group)
             )
@@ -177,10 +168,10 @@ class GatherQuantized(Stage):
         if buffer.numel() == 0:
             return
         chunk = self.chunk or buffer.numel()
-        codec = AffineCodec(math.ceil(buffer.numel() / chunk), chunk)
+        codec = _AffineCodec(math.ceil(buffer.numel() / chunk), chunk)
         values = pad(buffer.float(), (0, codec.numel - buffer.numel()))
         message = torch.empty(codec.message_bytes, dtype=torch.uint8, device=buffer.device)
-        codec.encode(values, message)
+        codec.encode_rows(values[None], message[None])
         ranks = bucket.group.size()
         gathered = torch.empty(ranks * message.numel(), dtype=torch.uint8, device=buffer.device)
         await all_gather(gathered, message, group=bucket.group)
@@ -191,3 +182,32 @@ class GatherQuantized(Stage):
 
     def __repr__(self) -> str:
         return f"GatherQuantized({self.chunk})"
+
+
+class _AffineCodec(Codec):
+    """A message holds scale and zero point of each chunk in fp32, then the chunks' integers.
+
+    ``x`` becomes ``round(x / scale) + zero_point``, where the range covers the smallest value, the largest value and
+    zero.
+    """
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return Field(torch.float32, 2), Field(torch.uint8, self.chunk_numel)
+
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        parameters, integers = fields
+        low, high = torch.aminmax(values, dim=-1, keepdim=True)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        # Halved, so that the difference of the largest numbers does not overflow; never zero: it is a divisor.
+        scale = ((high / 2 - low / 2) / (127.5)).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+        zero_point = (-(low / scale).round()).clamp(0, 255)
+        torch.cat([scale, zero_point], dim=-1, out=parameters)
+        integers.copy_((values / scale).round_().add_(zero_point).clamp_(0, 255))
+
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        parameters, integers = fields
+        scale, zero_point = parameters.split(1, dim=-1)
+        torch.sub(integers, zero_point, out=out)
+        out.mul_(scale)

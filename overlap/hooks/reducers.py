@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad
 
 from overlap._checks import told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.adapters import as_stage
-from overlap.hooks.bucket import Bucket
+from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.collectives import all_gather, all_reduce
 from overlap.hooks.segments import round_up, segment_multiple
-from overlap.hooks.stage import Role, Stage
+from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.wires import Wire
-from overlap.hooks.wires.formats import cast
 
-__all__ = ["AllGather", "AllReduce", "Cast", "NoReduction"]
+__all__ = ["AllGather", "AllReduce", "Cast", "NoReduction", "OnGroup"]
 
 
 class AllReduce(Stage):
@@ -107,12 +109,34 @@ class Cast(Stage):
             return
         if not bucket.buffer.is_floating_point():
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; leave the cast out")
-        compressed = bucket.with_buffer(cast(bucket.buffer, torch.empty_like(bucket.buffer, dtype=self.dtype)))
+        compressed = bucket.with_buffer(bucket.buffer.to(self.dtype))
         await self.inner(compressed)
         bucket.buffer.copy_(compressed.buffer)
 
     def __repr__(self) -> str:
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"
+
+
+class OnGroup(Stage):
+    """A reducer on the process group that a hook's state names, whatever the model's own group is."""
+
+    def __init__(self, inner: Stage, group: dist.ProcessGroup) -> None:
+        self.children = (inner,)
+        self._group = group
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, inner: Stage) -> Stage:
+        """``inner`` on ``group``; ``inner`` itself where that is ``None``."""
+        return inner if group is None else cls(inner, group)
+
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        return replace(context, group=self._group)
+
+    async def __call__(self, bucket: Bucket) -> None:
+        await self.children[0](on_group(bucket, self._group))
+
+    def __repr__(self) -> str:
+        return f"{self.children[0]!r} on {self._group.size()} ranks"
 
 
 def _checked(dtype: object) -> torch.dtype:

@@ -20,8 +20,6 @@ from overlap.hooks.stage import Role, Stage, StageContext, walk
 
 __all__ = ["Route", "Rule", "route"]
 
-_REST = "*"
-
 Rule = str | Callable[[str, Tensor], bool]
 """A pattern of names, or a function of a parameter's name and the parameter."""
 
@@ -44,7 +42,25 @@ class Route(Stage):
             )
         if self._reducer_of:
             raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
-        self._reducer_of = self._assigned(context.names)
+        names = list(context.names.values())
+        reducer_of: dict[str, Stage] = {}
+        unused = dict.fromkeys(self.rules)
+        unused.pop("*", None)
+        for parameter, name in context.names.items():
+            rule = next((rule for rule in self.rules if _matches(rule, name, parameter)), None)
+            if rule is None:
+                raise ConfigurationError(
+                    f"no rule of {self!r} matches the parameter {name} of shape {tuple(parameter.shape)}; end the "
+                    'rules with "*": AllReduce() for all that is left'
+                )
+            reducer_of[name] = self.rules[rule]
+            unused.pop(rule, None)
+        for rule in unused:
+            raise ConfigurationError(
+                f"the rule {_shown_rule(rule)} of {self!r} is the first to match no parameter of the model, which are "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}: mend it, or put it further to the front"
+            )
+        self._reducer_of = reducer_of
 
     def detach(self) -> None:
         self._reducer_of = {}
@@ -76,33 +92,6 @@ class Route(Stage):
                         stage.note_result(part.buffer)
             if runs:
                 copy_all(runs, part.buffer.split([run.numel() for run in runs]))
-
-    def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, Stage]:
-        """The reducer of each parameter. Raises: ConfigurationError: one has none, or a rule has no parameter."""
-        reducer_of: dict[str, Stage] = {}
-        matched: dict[Rule, int] = dict.fromkeys(self.rules, 0)
-        used: set[Rule] = {_REST}
-        for parameter, name in names.items():
-            found = [rule for rule in self.rules if _matches(rule, name, parameter)]
-            if not found:
-                raise ConfigurationError(
-                    f"no rule of {self!r} matches the parameter {name} of shape {tuple(parameter.shape)}; end the "
-                    'rules with "*": AllReduce() for all that is left'
-                )
-            for rule in found:
-                matched[rule] += 1
-            used.add(found[0])
-            reducer_of[name] = self.rules[found[0]]
-        for rule in (rule for rule in self.rules if rule not in used):
-            where, count = f"the rule {_shown_rule(rule)} of {self!r}", matched[rule]
-            if count:
-                raise ConfigurationError(
-                    f"{where} matches {count} parameters, and rules before it take all of them: the first rule that "
-                    "matches decides, so put it further to the front"
-                )
-            some = ", ".join([*list(names.values())[:5], *(["..."] if len(names) > 5 else [])])
-            raise ConfigurationError(f"{where} matches no parameter of the model; its parameters are {some}")
-        return reducer_of
 
     @property
     def signature(self) -> str:
@@ -152,33 +141,29 @@ def route(rules: Mapping[Rule, Stage | Callable[..., Any]]) -> Route:
             raise ConfigurationError(
                 f"a rule is a pattern of names or a function (name, parameter) -> bool, got {shown(rule)}"
             )
-        _check_reducer(rule, reducer)
-    return Route(made)
-
-
-def _check_reducer(rule: Rule, reducer: Stage) -> None:
-    """Raises: ConfigurationError: ``reducer`` cannot be the value of ``rule``."""
-    where = f"{reducer!r}, which is to reduce {_shown_rule(rule)},"
-    if reducer.role is not Role.REDUCER:
-        raise ConfigurationError(
-            f"{where} is not a reducer; a function that reduces is marked with @overlap.reducer, and updates come "
-            "after route({...}) in the chain"
-        )
-    for stage in walk(reducer):
-        if stage.role is Role.TRANSFORM:
+        where = f"{reducer!r}, which is to reduce {_shown_rule(rule)},"
+        if reducer.role is not Role.REDUCER:
             raise ConfigurationError(
-                f"{where} has the transform {stage!r}, which would see some of the parameters only; put it before or "
+                f"{where} is not a reducer; a function that reduces is marked with @overlap.reducer, and updates come "
                 "after route({...}) in the chain"
             )
-        if isinstance(stage, Route | PostLocal):
-            raise ConfigurationError(
-                f"{where} decides for all of the model; write one route({{...}}), and PostLocal(state, route(...))"
-            )
-        if isinstance(stage, HookStage):
-            raise ConfigurationError(
-                f"{where} calls a communication hook, which must be called with DDP's own buckets; use a reducer such "
-                "as AllReduce(), Cast(torch.bfloat16) or PowerSGD(), or a function marked with @overlap.reducer"
-            )
+        for stage in walk(reducer):
+            if stage.role is Role.TRANSFORM:
+                raise ConfigurationError(
+                    f"{where} has the transform {stage!r}, which would see some of the parameters only; put it before "
+                    "or after route({...}) in the chain"
+                )
+            if isinstance(stage, Route | PostLocal):
+                raise ConfigurationError(
+                    f"{where} decides for all of the model; write one route({{...}}), and PostLocal(state, route(...))"
+                )
+            if isinstance(stage, HookStage):
+                raise ConfigurationError(
+                    f"{where} calls a communication hook, which must be called with DDP's own buckets; use a reducer "
+                    "such as AllReduce(), Cast(torch.bfloat16) or PowerSGD(), or a function marked with "
+                    "@overlap.reducer"
+                )
+    return Route(made)
 
 
 def _matches(rule: Rule, name: str, parameter: Tensor) -> bool:
@@ -201,18 +186,16 @@ def _part_of(whole: Bucket, positions: Sequence[int]) -> tuple[Bucket, Sequence[
 
     There are none where it is a view: of gradients in one run that can be sent from its start ([Note: segments]).
     """
-    views = whole.layout
-    starts: list[tuple[int, int]] = []
-    own, end = [], 0
-    for size, stride, offset in (views[position] for position in positions):
-        own.append((size, stride, end))
-        numel = size.numel()
-        if numel and starts and sum(starts[-1]) == offset:
-            starts[-1] = (starts[-1][0], starts[-1][1] + numel)
-        elif numel:
-            starts.append((offset, numel))
-        end += numel
-    runs = [whole.buffer.narrow(0, start, numel) for start, numel in starts]
+    spans: list[tuple[int, int]] = []
+    views, numel = [], 0
+    for size, stride, offset in (whole.layout[position] for position in positions):
+        views.append((size, stride, numel))
+        numel += size.numel()
+        if spans and spans[-1][1] == offset:
+            spans[-1] = (spans[-1][0], offset + size.numel())
+        elif size.numel():
+            spans.append((offset, offset + size.numel()))
+    runs = [whole.buffer[start:end] for start, end in spans]
     is_copied = len(runs) > 1 or not all(map(can_be_sent, runs))
     part = replace(
         whole,
@@ -220,6 +203,6 @@ def _part_of(whole: Bucket, positions: Sequence[int]) -> tuple[Bucket, Sequence[
         parameters=tuple(whole.parameters[position] for position in positions),
         fqns=tuple(whole.names[position] for position in positions),
         raw=None,
-        views=tuple(own),
+        views=tuple(views),
     )
     return part, runs if is_copied else ()

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import CommHook, StageHook, as_stage, check_hook, hook_name
-from overlap.hooks.bucket import Bucket, on_group
+from overlap.hooks.adapters import StageHook, as_stage, check_hook, hook_name
 from overlap.hooks.quantize import GatherQuantized
-from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction
+from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction, OnGroup
 from overlap.hooks.stage import Stage
 
 __all__ = [
@@ -34,21 +33,6 @@ __all__ = [
 ]
 
 
-class _OnGroup(Stage):
-    """A reducer on the process group that the hook's state names, whatever the model's own group is."""
-
-    def __init__(self, inner: Stage, group: dist.ProcessGroup) -> None:
-        self._inner = inner
-        self.children = (inner,)
-        self._group = group
-
-    async def __call__(self, bucket: Bucket) -> None:
-        await self._inner(on_group(bucket, self._group))
-
-    def __repr__(self) -> str:
-        return f"{self._inner!r} on {self._group.size()} ranks"
-
-
 def _example(name: str) -> str:
     return f"""
     >>> registration = overlap.register(ddp, {name})
@@ -57,16 +41,18 @@ def _example(name: str) -> str:
 
 
 def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
-    def build(state: Any) -> Stage:
-        group = group_of(state)
-        return make() if group is None else _OnGroup(make(), group)
-
     def group_of(state: Any) -> dist.ProcessGroup | None:
         if state is None or isinstance(state, dist.ProcessGroup):
             return state
         raise ConfigurationError(f"the state of {name} is a process group or None, got {type(state).__name__}")
 
-    return StageHook(build, name, group_of=group_of, doc=f"{doc}\n{_example(name)}", module=__name__)
+    return StageHook(
+        lambda state: OnGroup.of(group_of(state), make()),
+        name,
+        group_of=group_of,
+        doc=f"{doc}\n{_example(name)}",
+        module=__name__,
+    )
 
 
 allreduce_hook = _group_hook(
@@ -105,7 +91,7 @@ quantization_perchannel_hook = _group_hook(
 )
 
 
-def fp16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
+def fp16_compress_wrapper(hook: Callable[..., Any]) -> StageHook:
     """A hook that runs ``hook`` on the bucket in ``float16`` and casts the result back; ``hook`` gets its state.
 
     >>> state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -115,7 +101,7 @@ def fp16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
     return _cast_hook(hook, torch.float16, "fp16_compress_wrapper")
 
 
-def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
+def bf16_compress_wrapper(hook: Callable[..., Any]) -> StageHook:
     """A hook that runs ``hook`` on the bucket in ``bfloat16`` and casts the result back; ``hook`` gets its state.
 
     >>> state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -125,7 +111,7 @@ def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
     return _cast_hook(hook, torch.bfloat16, "bf16_compress_wrapper")
 
 
-def _cast_hook(hook: CommHook | Callable[..., Any], dtype: torch.dtype, wrapper: str) -> StageHook:
+def _cast_hook(hook: Callable[..., Any], dtype: torch.dtype, wrapper: str) -> StageHook:
     check_hook(hook)
     return StageHook(
         lambda state: Cast(dtype, as_stage(hook, state)),

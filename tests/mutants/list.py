@@ -80,8 +80,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the last rule decides": Mutant(
         "hooks/route.py",
-        "reducer_of[name] = self.rules[found[0]]",
-        "reducer_of[name] = self.rules[found[-1]]",
+        "(rule for rule in self.rules if _matches",
+        "(rule for rule in reversed(self.rules) if _matches",
         "hooks/test_route.py",
     ),
     "clipping by the norm of an earlier pass": Mutant(
@@ -141,13 +141,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "every step starts from random directions": Mutant(
         "hooks/powersgd/algorithm.py",
-        "found = before.get(self.keys[place]) if self.cold_step is None else None",
+        "found = before.get(key) if self.cold_step is None else None",
         "found = None",
         "hooks/powersgd/test_torch_parity.py -k outputs",
     ),
     "the residual is not added": Mutant(
         "hooks/powersgd/algorithm.py",
-        "add_all(list(itertools.chain(*gradients)), list(itertools.chain(*residuals)))",
+        "add_all([gradients[place] for place in residuals], list(residuals.values()))",
         "pass",
         _POWERSGD,
     ),

@@ -90,7 +90,7 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "Quantize": lambda: Quantize(Int8()),
     "Quantize, feedback": lambda: Quantize(Int4(), error_feedback=True),
     "Quantize, stochastic": lambda: Quantize(Int4(rounding="stochastic"), error_feedback=True),
-    "Quantize, TopK": lambda: Quantize(TopK(0.1, chunk=64, rounding="stochastic"), error_feedback=True),
+    "Quantize, TopK": lambda: Quantize(TopK(0.1, chunk=64), error_feedback=True),
     "Cast, Quantize": lambda: Cast(torch.bfloat16, Quantize(Int4(), error_feedback=True)),
     "PowerSGD": lambda: PowerSGD(rank=1, min_compression_rate=1),
     "PowerSGD, alternating": lambda: PowerSGD(rank=2, min_compression_rate=1, alternate=True),

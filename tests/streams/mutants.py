@@ -134,7 +134,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Waits of the host.
     "the host looks whether feedback is finite": _waiting(
-        "hooks.wires.feedback:ErrorFeedback._keep", "not has_streams(are_finite.device)", "True", _FEEDBACK
+        "hooks.wires.feedback:StageMemory.settle", "has_streams(are_finite.device)", "False", _FEEDBACK
     ),
     "the host looks whether factors are finite": _waiting(
         "hooks.powersgd.algorithm:PowerIteration._are_finite",

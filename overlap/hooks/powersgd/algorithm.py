@@ -23,9 +23,9 @@ rank's residual can grow because of the others: it is at most its own M without 
 joined continues with a gradient of zero, until its residual is delivered.
 
 With a wire, or in half precision, its own coefficients are those that arrive: its factors less its rounding errors, in
-its messages and in the sum of the values that it owns. So these errors stay in the residual, too, and are delivered
-later. Rounding errors in a factor that becomes the basis are not lost gradients: any basis will do, as long as all
-ranks have the same.
+its messages and in the sum of the values that it owns. So these errors stay in the residual, which is in ``float32`` at
+least, and are delivered later. Rounding errors in a factor that becomes the basis are not lost gradients: any basis
+will do, as long as all ranks have the same.
 
 [Note: layout of factors]
 
@@ -52,12 +52,11 @@ only has to become a basis, so its non-finite elements are zeroed, and any basis
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +67,6 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.wires import QuantizedSum, Wire
-from overlap.hooks.wires.feedback import within_range
 
 __all__ = ["PowerIteration", "ReductionLayout", "cholesky_qr", "householder_qr", "layout_of", "random_directions"]
 
@@ -87,7 +85,7 @@ class PowerIteration:
         layout: of the bucket, with at least one matrix.
         keys: of its parameters in ``memory``.
         memory: residuals and factors of the step before, which become those of this one.
-        error_dtype: of residuals; ``None`` without error feedback.
+        error_feedback: whether to add the residuals, and to keep new ones.
         wire: how factors are sent; ``None``: in the bucket's dtype.
         seed: of random directions.
         cold_step: ``None`` to start from the factors of the step before; else this step's number, for new directions.
@@ -100,34 +98,31 @@ class PowerIteration:
         keys: Sequence[str],
         memory: Memory,
         *,
-        error_dtype: torch.dtype | None,
+        error_feedback: bool,
         wire: Wire | None,
         seed: int,
         cold_step: int | None,
     ) -> None:
         self.bucket = bucket
         self.layout = layout
-        self.keys = keys
+        places = [place for batch in layout.batches for place in batch.places]
+        self.keys = [keys[place] for place in places]
+        """Of the matrices, in the order of batches."""
         self.memory = memory
         self.wire = wire
         self.seed = seed
         self.cold_step = cold_step
         self.dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
-        """To compute in."""
+        """To compute in, and of residuals."""
         self.sent_numel = 0
         """Elements sent so far, in the bucket's dtype."""
-        gradients = [[bucket.gradients[place] for place in batch.places] for batch in layout.batches]
-        residuals: list[list[Tensor]] = [[] for _ in gradients]
-        if error_dtype is not None:
-            for batch, of_batch, errors in zip(layout.batches, gradients, residuals, strict=True):
-                for place, gradient in zip(batch.places, of_batch, strict=True):
-                    errors.append(memory.residual(keys[place], gradient, error_dtype))
+        gradients, residuals = bucket.gradients, dict[int, Tensor]()
+        if error_feedback:
+            for place, key in zip(places, self.keys, strict=True):
+                residuals[place] = memory.residual(key, gradients[place], self.dtype)
             if bucket.buffer.dtype == self.dtype:
-                add_all(list(itertools.chain(*gradients)), list(itertools.chain(*residuals)))
-        self.matrices = [
-            Matrices(batch, of_batch, errors, self.dtype)
-            for batch, of_batch, errors in zip(layout.batches, gradients, residuals, strict=True)
-        ]
+                add_all([gradients[place] for place in residuals], list(residuals.values()))
+        self.matrices = [Matrices(batch, gradients, residuals, self.dtype) for batch in layout.batches]
 
     async def both_factors(self) -> None:
         """PowerSGD: two all-reduces, of P and of Q."""
@@ -159,15 +154,13 @@ class PowerIteration:
         factors = self._empty(layout)
         before = self.memory.left if layout.is_left else self.memory.right
         targets, sources = [], []
-        for batch, of_batch in zip(self.layout.batches, factors.of_batches, strict=True):
-            for place, factor in zip(batch.places, of_batch.unbind(), strict=True):
-                found = before.get(self.keys[place]) if self.cold_step is None else None
-                if found is not None and found.shape == factor.shape:
-                    sources.append(hold(found))
-                    targets.append(factor)
-                else:
-                    rank, length = factor.shape
-                    factor.copy_(self._random(rank, length, step=self.cold_step) * length**-0.5)
+        for key, factor in zip(self.keys, factors.each(), strict=True):
+            found = before.get(key) if self.cold_step is None else None
+            if found is not None and found.shape == factor.shape:
+                sources.append(hold(found))
+                targets.append(factor)
+            else:
+                factor.copy_(self._random(*factor.shape, step=self.cold_step) * factor.size(1) ** -0.5)
         copy_all(targets, sources)
         return factors
 
@@ -183,10 +176,9 @@ class PowerIteration:
         here, there = self.memory.left, self.memory.right
         if not mean.layout.is_left:
             here, there = there, here
-        for batch, of_batch in zip(self.layout.batches, Factors(mean.layout, flat).of_batches, strict=True):
-            for place, factor in zip(batch.places, of_batch.unbind(), strict=True):
-                here[self.keys[place]] = factor
-                there.pop(self.keys[place], None)
+        for key, factor in zip(self.keys, Factors(mean.layout, flat).each(), strict=True):
+            here[key] = factor
+            there.pop(key, None)
 
     def _normalized(self, rows: Tensor, group: _Group) -> Tensor:
         """All directions with length 1; drawn anew if they are zero, rounding errors or not finite.
@@ -194,7 +186,7 @@ class PowerIteration:
         Products with such directions stay in the range of the gradient, in half precision too. A direction vanishes
         when the gradient had a smaller rank than the factor; a random one can find a direction of a later gradient.
         """
-        lengths = _length(rows)
+        lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         is_there = lengths > 8 * torch.finfo(self.dtype).eps * lengths.amax(dim=1, keepdim=True)
         if not has_streams(rows.device) and bool(is_there.all()):
             return rows.div_(lengths)
@@ -259,16 +251,15 @@ class PowerIteration:
 
     async def _sum_by(self, wire: Wire, flat: Tensor) -> Tensor:
         """The mean of factors by messages of ``wire``, the same on every rank bit for bit."""
-        bucket = self.bucket
-        group, ranks = bucket.group, bucket.group.size()
-        generator, levels = self.memory.generator_for(wire, group.rank(), flat.device), self.memory.levels_of(group)
+        bucket, group = self.bucket, self.bucket.group
+        generator, levels = self.memory.generator.of(group.rank(), flat.device), self.memory.levels_of(group)
         quantized_sum = QuantizedSum(flat.numel(), wire=wire, generator=generator, group=group, levels=levels)
         values = flat.mul(1 / bucket.divisor).float()
         errors, mean = values.clone(), torch.empty_like(values)
         await quantized_sum(errors, out=mean)
         flat.copy_(values.sub_(errors)).mul_(bucket.divisor)
-        sent_bytes = ranks * quantized_sum.codec.message_bytes
-        self.sent_numel += math.ceil(sent_bytes / bucket.buffer.dtype.itemsize) if ranks > 1 else flat.numel()
+        sent_bytes = group.size() * quantized_sum.codec.message_bytes
+        self.sent_numel += math.ceil(sent_bytes / bucket.buffer.dtype.itemsize) if group.size() > 1 else flat.numel()
         return mean.to(self.dtype)
 
     def _scale_(self, factors: Factors, *, is_down: bool) -> None:
@@ -287,8 +278,7 @@ class PowerIteration:
         """Which matrices are finite on all ranks; see [Note: matrices that are not finite]."""
         if not has_streams(mean.flat.device) and bool(all_finite(mean.flat)):
             return None
-        each = [factor for of_batch in mean.of_batches for factor in of_batch.unbind()]
-        return torch.stack(norms(each, math.inf)) < math.inf
+        return torch.stack(norms(mean.each(), math.inf)) < math.inf
 
     def _marked(self, mean: Factors, is_finite: _Finite) -> Factors:
         """The mean factors with NaN in place of matrices that are not finite, which so come out as NaN."""
@@ -314,38 +304,30 @@ class PowerIteration:
             if len(alike) == 1:
                 alike[0].copy_(change(alike[0], group))
                 continue
-            # On an accelerator. Filled up with zeros, in the dtype that Cholesky-QR computes in.
-            like = factors.flat.new_empty(0, dtype=torch.float64)
-            rows = self._kept("rows", group, functools.partial(_filled_up, like, group))
+            # On an accelerator. In the dtype that Cholesky-QR computes in.
+            rows = self._kept("rows", group, torch.float64)
             copy_all(_beginnings(rows, group), alike)
             copy_all(alike, _beginnings(change(rows, group), group))
 
     def _spare(self, group: _Group) -> Tensor:
         """Random orthonormal directions for all factors of a group, the same in all steps."""
+        return self._kept("spare", group, self.dtype)
 
-        def drawn() -> Tensor:
-            spare = _filled_up(self.bucket.buffer.new_empty(0, dtype=self.dtype), group)
-            for part in _beginnings(spare, group):
-                part.copy_(torch.linalg.qr(self._random(*part.shape[1:]).mT)[0].mT)
-            return spare
-
-        return self._kept("spare", group, drawn)
-
-    def _kept(self, name: str, of: object, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that is made once for all steps and all buckets of one layout."""
-        kept, key = self.memory.kept, (name, of, self.seed, self.dtype, self.bucket.buffer.device)
-        if key not in kept:
-            kept[key] = make()
-        return hold(kept[key])
+    def _kept(self, name: Literal["rows", "spare"], group: _Group, dtype: torch.dtype) -> Tensor:
+        """Zeros with room for all factors of a group, or its spare directions, made once for all steps."""
+        kept, device = self.memory.kept, self.bucket.buffer.device
+        if (found := kept.get((name, group, dtype, device))) is None:
+            _, (_, rank, longest) = group[-1]
+            count = sum([shape[0] for _, shape in group])
+            found = kept[name, group, dtype, device] = torch.zeros(count, rank, longest, dtype=dtype, device=device)
+            for part in _beginnings(found, group) if name == "spare" else ():
+                part.copy_(householder_qr(self._random(*part.shape[1:])))
+        return hold(found)
 
     def _random(self, rank: int, length: int, *, step: int | None = None) -> Tensor:
         """Random directions ``(rank, length)``: of one ``step``, or the same in all steps."""
-
-        def drawn() -> Tensor:
-            device = self.bucket.buffer.device
-            return random_directions(rank, length, seed=self.seed, step=step, dtype=self.dtype, device=device)
-
-        return self._kept("random", (rank, length), drawn) if step is None else drawn()
+        device = self.bucket.buffer.device
+        return random_directions(rank, length, seed=self.seed, step=step, dtype=self.dtype, device=device)
 
     def _empty(self, layout: FactorLayout) -> Factors:
         return Factors(layout, torch.empty(layout.owners.numel(), dtype=self.dtype, device=self.bucket.buffer.device))
@@ -382,7 +364,9 @@ def cholesky_qr(rows: Tensor, spare: Tensor) -> Tensor:
     random directions are the basis; error feedback makes up for it.
     """
     wide = rows.double()
-    lengths = _length(wide).clamp_(min=1e-100)  # Far below float32's range; its square is in float64's.
+    lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_(
+        min=1e-100
+    )  # Far below float32's range; its square is in float64's.
     basis = torch.addcmul(wide, spare, lengths, value=16 * torch.finfo(torch.float32).eps)
     for _ in range(2):
         # cholesky_ex and not cholesky, which reads on the host whether it succeeded.
@@ -390,11 +374,6 @@ def cholesky_qr(rows: Tensor, spare: Tensor) -> Tensor:
         basis = torch.linalg.solve_triangular(lower, basis, upper=False)
     is_whole = torch.linalg.vector_norm(basis, dim=(1, 2), keepdim=True) < math.inf
     return torch.where(is_whole, basis, spare).to(rows.dtype)
-
-
-def _length(rows: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    return length
 
 
 # Which gradients of a bucket are compressed, and where their factors are. See [Note: layout of factors].
@@ -462,18 +441,16 @@ class Factors:
         self.of_batches = self.views(layout.of_batches)
         """Of each batch of matrices, ``(count, rank, length)``."""
 
+    def each(self) -> list[Tensor]:
+        """The factors of each matrix, ``(rank, length)``, in the order of batches."""
+        return [factor for of_batch in self.of_batches for factor in of_batch.unbind()]
+
     def views(self, views: Sequence[_View]) -> list[Tensor]:
         start = self.flat.storage_offset()
         return [
             self.flat.as_strided((count, rank, length), (rank * length, length, 1), start + offset)
             for offset, (count, rank, length) in views
         ]
-
-
-def _filled_up(like: Tensor, group: _Group) -> Tensor:
-    """Zeros with room for all factors of ``group``, the longest of which is the last."""
-    _, (_, rank, length) = group[-1]
-    return like.new_zeros(sum([count for _, (count, _, _) in group]), rank, length)
 
 
 def _beginnings(rows: Tensor, group: _Group) -> list[Tensor]:
@@ -528,24 +505,23 @@ class Matrices:
     which is the same on all ranks and changes no product.
 
     Args:
-        batch: their shape.
-        gradients: to compress, the residuals already added if they are of ``dtype``; overwritten with the output.
-        residuals: shaped and strided as ``gradients``; none without error feedback.
+        batch: their shape, and places.
+        gradients: of the bucket, the residuals already added if they are of ``dtype``; overwritten with the output.
+        residuals: by place, of ``dtype``, shaped and strided as ``gradients``; none without error feedback.
         dtype: to compute in.
     """
 
     def __init__(
-        self, batch: Batch, gradients: Sequence[Tensor], residuals: Sequence[Tensor], dtype: torch.dtype
+        self, batch: Batch, gradients: Sequence[Tensor], residuals: Mapping[int, Tensor], dtype: torch.dtype
     ) -> None:
-        def as_matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
-            size, stride = (batch.rows, batch.cols), (batch.cols, 1)
-            return [tensor if tensor.ndim == 2 else tensor.as_strided(size, stride) for tensor in tensors]
+        def as_matrix(tensor: Tensor) -> Tensor:
+            return tensor if tensor.ndim == 2 else tensor.as_strided((batch.rows, batch.cols), (batch.cols, 1))
 
-        self._gradients = as_matrices(gradients)
-        self._residuals = as_matrices(residuals)
+        self._gradients = [as_matrix(gradients[place]) for place in batch.places]
+        self._residuals = [as_matrix(residuals[place]) for place in batch.places] if residuals else []
         self._dtype = dtype
-        self._is_in_place = gradients[0].dtype == dtype
-        self._is_alone = self._is_in_place and len(gradients) == 1
+        self._is_in_place = self._gradients[0].dtype == dtype
+        self._is_alone = self._is_in_place and len(self._gradients) == 1
 
     def load(self) -> Tensor:
         """M, ``(count, rows, cols)``: a copy, unless one matrix is alone."""
@@ -563,20 +539,15 @@ class Matrices:
         without asking on the host which ones they are. ``None``: all are.
         """
         matrices, residuals = self.load(), self._residuals
-        if residuals and self._is_alone and is_finite is None and residuals[0].dtype == self._dtype:
+        if residuals and self._is_alone and is_finite is None:
             torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=residuals[0][None])
         elif residuals:
-            # Two gradients that cancel in the mean can leave more than half precision holds.
-            matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
-            found = [within_range(new, residuals[0].dtype) for new in matrices.unbind()]
+            found = matrices.baddbmm_(own[0].mT, own[1], alpha=-1).unbind()
             if is_finite is None:
                 copy_all(residuals, found)
             else:
                 for residual, new, finite in zip(residuals, found, is_finite.unbind(), strict=True):
-                    if residual.dtype == new.dtype:
-                        torch.where(finite, new, residual, out=residual)
-                    else:
-                        residual.copy_(torch.where(finite, new, residual))
+                    torch.where(finite, new, residual, out=residual)
         output = torch.bmm(mean[0].mT, mean[1], out=matrices)
         if not self._is_alone:
             copy_all(self._gradients, output.unbind())

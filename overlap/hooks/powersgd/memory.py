@@ -13,15 +13,12 @@ from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import StageContext
-from overlap.hooks.wires import ErrorFeedback, Wire
-from overlap.hooks.wires.feedback import StageMemory, check_shape, summed_errors
+from overlap.hooks.wires import StageMemory, Wire
+from overlap.hooks.wires.feedback import check_shape, summed_errors
 
-__all__ = ["Memory", "bucket_key", "redistribute"]
+__all__ = ["Memory", "redistribute"]
 
-_VERSION = 2
-_KEYS = {"version", "rank", "ranks", "steps", "residuals", "factors", "bucket_factors", "is_left", "numel", "generator"}
-# No parameter's name has two dots in a row.
-_BUCKET = " ... "
+_KEYS = {"rank", "ranks", "steps", "residuals", "factors", "is_left", "numel", "generator"}
 
 
 class Memory(StageMemory):
@@ -31,10 +28,8 @@ class Memory(StageMemory):
     numbered in the order in which their gradients first arrive, which depends on the model alone.
     """
 
-    feedback: ErrorFeedback
-
     def __init__(self, owner: object, *, wire: Wire | None) -> None:
-        super().__init__(owner, error_feedback=True, wires=[] if wire is None else [wire])
+        super().__init__(owner, error_feedback=True, wire=wire)
         self.left: dict[str, Tensor] = {}
         """Mean left factors ``(rank, rows)`` of the last pass, the same on every rank."""
         self.right: dict[str, Tensor] = {}
@@ -47,35 +42,19 @@ class Memory(StageMemory):
         self.numel_after = 0
         """And after it."""
         self.kept: dict[tuple[object, ...], Tensor] = {}
-        """Random directions and workspace that last from step to step; not saved."""
+        """Spare directions and workspace that last from step to step; not saved."""
         self._numbers: Any = WeakIdKeyDictionary()
 
-    @property
-    def residuals(self) -> dict[str, Tensor]:
-        """The errors of compression in this rank's gradients, shaped and strided as they are."""
-        return self.feedback.errors
-
     def attach(self, context: StageContext) -> None:
-        """Serve the model of ``context``; numbering starts anew.
-
-        Raises:
-            ConfigurationError: it serves another model already, or the loaded state does not fit this one.
-        """
-        if self._context is not None and self._context.names is not None:
-            raise ConfigurationError(
-                "this PowerSGD is registered already, and its memory serves one model: "
-                "remove() that registration first, or make one PowerSGD for each model"
-            )
         super().attach(context)
         self._numbers = WeakIdKeyDictionary()
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the bucket's parameters in this memory."""
-        keys = bucket.fqns
-        if keys is None:
-            numbers = self._numbers
-            keys = tuple(numbers.setdefault(parameter, str(len(numbers))) for parameter in bucket.parameters)
-        return keys
+        if bucket.fqns is not None:
+            return bucket.fqns
+        numbers = self._numbers
+        return tuple(numbers.setdefault(parameter, str(len(numbers))) for parameter in bucket.parameters)
 
     def residual(self, key: str, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """The residual of a parameter in the memory format of ``gradient``, zeros if there is none.
@@ -83,47 +62,38 @@ class Memory(StageMemory):
         Raises:
             ConfigurationError: the residual was loaded for a parameter of another shape.
         """
-        found = self.residuals.get(key)
+        found = self.errors.get(key)
         if found is not None:
             check_shape(f"parameter {key}", found, gradient)
             if (found.stride(), found.dtype, found.device) == (gradient.stride(), dtype, gradient.device):
                 return found
         new = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
-        self.residuals[key] = new.zero_() if found is None else new.copy_(hold(found))
+        self.errors[key] = new.zero_() if found is None else new.copy_(hold(found))
         return new
 
     def release(self, key: str, gradient: Tensor) -> None:
         """Add the residual of a parameter that is no longer compressed, as after loading with another rank."""
         self.left.pop(key, None)
         self.right.pop(key, None)
-        if (residual := self.residuals.pop(key, None)) is not None:
+        if (residual := self.errors.pop(key, None)) is not None:
             gradient.add_(hold(residual))
-
-    def forget_factors(self) -> None:
-        """Let every factor start from random directions again."""
-        self.left.clear()
-        self.right.clear()
 
     def compression_stats(self) -> tuple[float, int, int]:
         """The ratio of elements before and after compression (0 before any was sent), and both numbers."""
-        rate = self.numel_before / self.numel_after if self.numel_after > 0 else 0.0
-        return rate, self.numel_before, self.numel_after
+        return self.numel_before / max(1, self.numel_after), self.numel_before, self.numel_after
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`PowerSGD.state_dict`."""
         rank, ranks = self.place or (None, None)
-        factors = {key: factor.clone() for key, factor in {**self.left, **self.right}.items()}
         return {
-            "version": _VERSION,
             "rank": rank,
             "ranks": ranks,
             "steps": self.steps,
-            "residuals": self.feedback.state_dict(),
-            "factors": {key: factor for key, factor in factors.items() if _BUCKET not in key},
-            "bucket_factors": {key: factor for key, factor in factors.items() if _BUCKET in key},
+            "residuals": {key: residual.clone() for key, residual in self.errors.items()},
+            "factors": {key: factor.clone() for key, factor in {**self.left, **self.right}.items()},
             "is_left": bool(self.left),
             "numel": [self.numel_before, self.numel_after],
-            "generator": self._generator.state(),
+            "generator": self.generator.state(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -131,23 +101,17 @@ class Memory(StageMemory):
         _check_form(state_dict)
         place = {} if state_dict["rank"] is None else {key: state_dict[key] for key in ("rank", "ranks")}
         super().load_state_dict({"error": state_dict["residuals"], "generator": state_dict["generator"], **place})
-        loaded = {**state_dict["factors"], **state_dict["bucket_factors"]}
-        factors = {key: factor.clone() for key, factor in loaded.items()}
+        factors = {key: factor.clone() for key, factor in state_dict["factors"].items()}
         self.left, self.right = (factors, {}) if state_dict["is_left"] else ({}, factors)
         self.steps = int(state_dict["steps"])
         self.numel_before, self.numel_after = map(int, state_dict["numel"])
 
 
-def bucket_key(keys: Sequence[str]) -> str:
-    """The name of a whole bucket that is one matrix."""
-    return f"{keys[0]}{_BUCKET}{keys[-1]}"
-
-
 def _check_form(state: Any) -> None:
     """Raises: ConfigurationError: ``state`` is not one of PowerSGD."""
-    if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != _VERSION:
+    if not isinstance(state, Mapping) or not set(state) >= _KEYS:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise ConfigurationError(f"this is not a state of PowerSGD (version {_VERSION}): {found}")
+        raise ConfigurationError(f"this is not a state of PowerSGD: {found}")
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:

@@ -6,10 +6,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from overlap._checks import as_number, check_flag, check_whole_number, told
-from overlap.errors import ArgumentTypeError, ConfigurationError
+from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
@@ -18,15 +16,6 @@ from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 
 __all__ = ["PowerSGD"]
-
-# torch does not add in narrower ones.
-_ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-# PyTorch's arguments of PowerSGDState, beside its process group and those with names of PowerSGD's.
-_OF_STATE = frozenset({
-    "matrix_approximation_rank", "start_powerSGD_iter", "use_error_feedback", "orthogonalization_epsilon",
-    "random_seed", "compression_stats_logging_frequency", "batch_tensors_with_same_shape",
-})  # fmt: skip
 
 
 class PowerSGD(Stage):
@@ -47,7 +36,6 @@ class PowerSGD(Stage):
         error_feedback: keep the error and add it to the next gradient.
         warm_start: start from the factors of the step before.
         alternate: send left and right factors in turn, one per step: half the data, one collective instead of two.
-        error_dtype: dtype of the errors, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
         wire: how factors are sent, such as ``Int8()``; its rounding errors are kept, too. ``None``: in the gradient's
             dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
         seed: of the random directions from which factors start, the same on every rank.
@@ -56,7 +44,8 @@ class PowerSGD(Stage):
     factors; with ``alternate`` only one, of either factors and the uncompressed gradients; in the bucket's dtype. If
     nothing is compressed, one all-reduce of the bucket. With ``wire``, in place of an all-reduce of factors, a send and
     a receive with every other rank and an all-gather. Changes: ``bucket.buffer``. Keeps: one residual of the gradient's
-    size and one factor per compressed parameter. Workspace: at most the bucket that is being compressed.
+    size, in ``float32`` at least, and one factor per compressed parameter. Workspace: at most the bucket that is being
+    compressed.
 
     Raises:
         ConfigurationError: an option is out of range, or a loaded state does not fit the model.
@@ -77,18 +66,9 @@ class PowerSGD(Stage):
         error_feedback: bool = True,
         warm_start: bool = True,
         alternate: bool = False,
-        error_dtype: torch.dtype | None = None,
         wire: Wire | None = None,
         seed: int = 0,
-        **unknown: Any,
     ) -> None:
-        if unknown:
-            given = [f"{name}={told(value)}" for name, value in unknown.items() if name in _OF_STATE]
-            remedy = (
-                ". PyTorch's arguments are those of PowerSGDState: overlap.register(ddp, overlap.powerSGD_hook, "
-                f"overlap.PowerSGDState({', '.join(['None', *given])}))"
-            )
-            raise ArgumentTypeError(f"PowerSGD has no argument {' and '.join(unknown)}{remedy if given else ''}")
         self.rank = check_whole_number("rank", rank, least=1)
         self.start_step = check_whole_number("start_step", start_step, least=0)
         self.min_compression_rate = min_compression_rate
@@ -100,10 +80,6 @@ class PowerSGD(Stage):
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self.warm_start = check_flag("warm_start", warm_start)
         self.alternate = check_flag("alternate", alternate)
-        self.error_dtype = error_dtype
-        if error_dtype is not None and not (isinstance(error_dtype, torch.dtype) and error_dtype in _ERROR_DTYPES):
-            listed = ", ".join(map(str, _ERROR_DTYPES))
-            raise ConfigurationError(f"error_dtype must be one of {listed} or None, got {told(error_dtype)}")
         self.wire = wire
         if wire is not None and not isinstance(wire, Wire):
             raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {told(wire)}")
@@ -115,7 +91,6 @@ class PowerSGD(Stage):
             )
         self._memory = Memory(self, wire=wire)
         self._layouts: dict[tuple[object, ...], ReductionLayout] = {}
-        self._has_compressed = False
         self._all_reduce = AllReduce()
 
     def attach(self, context: StageContext) -> None:
@@ -134,7 +109,8 @@ class PowerSGD(Stage):
         if failed:
             # Ranks may have stopped at different buckets, and bases that differ among them give different outputs.
             if self.alternate:
-                self._memory.forget_factors()
+                self._memory.left.clear()
+                self._memory.right.clear()
             return f"{self!r}: what compression had left out of this pass's gradients may be lost"
         return None
 
@@ -148,7 +124,6 @@ class PowerSGD(Stage):
         if step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
             return
-        self._has_compressed = True
         sent_numel = await self._reduce(bucket, keys, step)
         # Not in one statement: other buckets count during the await.
         self._memory.numel_before += bucket.buffer.numel()
@@ -162,13 +137,12 @@ class PowerSGD(Stage):
         if not layout.batches:
             await self._all_reduce(bucket)
             return bucket.buffer.numel()
-        error_dtype = (self.error_dtype or bucket.buffer.dtype) if self.error_feedback else None
         iteration = PowerIteration(
             bucket,
             layout,
             keys,
             self._memory,
-            error_dtype=error_dtype,
+            error_feedback=self.error_feedback,
             wire=self.wire,
             seed=self.seed,
             cold_step=None if self.warm_start else step,
@@ -216,6 +190,6 @@ class PowerSGD(Stage):
     def __repr__(self) -> str:
         parts = [f"rank={self.rank!r}"]
         for name, option in inspect.signature(PowerSGD.__init__).parameters.items():
-            if name not in ("self", "rank", "unknown") and (value := getattr(self, name)) != option.default:
+            if name not in ("self", "rank") and (value := getattr(self, name)) != option.default:
                 parts.append(f"{name}={value!r}")
         return f"PowerSGD({', '.join(parts)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -17,17 +18,17 @@ from overlap._torch import classes
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook
-from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.powersgd.memory import Memory, bucket_key, redistribute
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.powersgd.stage import PowerSGD
-from overlap.hooks.stage import StageContext
+from overlap.hooks.reducers import OnGroup
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 _logger = logging.getLogger(__name__)
 
 
-class PowerSGDState(classes.PowerSGDState):
+class PowerSGDState(Memory, classes.PowerSGDState):
     """Options and memory of :func:`powerSGD_hook`, for one model.
 
     The arguments are PyTorch's and mean the same; :class:`PowerSGD` has more.
@@ -67,6 +68,7 @@ class PowerSGDState(classes.PowerSGDState):
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
+        super().__init__(self, wire=None)
         self.process_group = check_group("process_group", process_group)
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
@@ -80,91 +82,63 @@ class PowerSGDState(classes.PowerSGDState):
         )
         self.compression_stats_logging_frequency = max(1, frequency)
         self.batch_tensors_with_same_shape = check_flag("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
-        PowerSGD(**self.options())  # Raises here, and not in the first backward.
-        self.memory = Memory(self, wire=None)
-
-    def options(self) -> dict[str, Any]:
-        """The options under the names of :class:`PowerSGD`."""
-        return {
-            "rank": self.matrix_approximation_rank,
-            "start_step": self.start_powerSGD_iter,
-            "min_compression_rate": self.min_compression_rate,
-            "error_feedback": self.use_error_feedback,
-            "warm_start": self.warm_start,
-            "seed": self.random_seed,
-        }
+        _HookPowerSGD(self)  # Raises here, and not in the first backward.
 
     @property
     def iter(self) -> int:
         """Backward passes so far."""
-        return self.memory.steps
+        return self.steps
 
     @property
     def error_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, by parameter."""
-        return dict(self.memory.residuals)
+        return dict(self.errors)
 
     @property
     def total_numel_before_compression(self) -> int:
-        return self.memory.numel_before
+        return self.numel_before
 
     @property
     def total_numel_after_compression(self) -> int:
-        return self.memory.numel_after
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """As :meth:`PowerSGD.compression_stats`."""
-        return self.memory.compression_stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`PowerSGD.state_dict`."""
-        return self.memory.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As :meth:`PowerSGD.load_state_dict`."""
-        self.memory.load_state_dict(state_dict)
+        return self.numel_after
 
     redistribute = staticmethod(redistribute)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             _logger.warning("PowerSGDState: the process group is not pickled; set process_group after loading")
-        return {**self.__dict__, "process_group": None, "memory": self.memory.state_dict()}
+        options = {name: getattr(self, name) for name in inspect.signature(PowerSGDState).parameters}
+        return {**options, "process_group": None, "memory": self.state_dict()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.memory = Memory(self, wire=None)
-        self.memory.load_state_dict(state["memory"])
+        memory, options = state["memory"], {name: value for name, value in state.items() if name != "memory"}
+        self.__init__(**options)  # type: ignore[misc]
+        self.load_state_dict(memory)
 
     def maybe_increase_iter(self, bucket: Any) -> None:
         """Does nothing: the stage counts backward passes."""
 
 
 class _HookPowerSGD(PowerSGD):
-    """The stage of a state, on the state's process group."""
+    """The stage of a state."""
 
     def __init__(self, state: PowerSGDState) -> None:
-        super().__init__(**state.options())
-        self._memory = state.memory
-        self._group = state.process_group
+        super().__init__(
+            rank=state.matrix_approximation_rank,
+            start_step=state.start_powerSGD_iter,
+            min_compression_rate=state.min_compression_rate,
+            error_feedback=state.use_error_feedback,
+            warm_start=state.warm_start,
+            seed=state.random_seed,
+        )
+        self._memory = state
         self._log_every_steps = state.compression_stats_logging_frequency
-        self._next_log = 0
-
-    def attach(self, context: StageContext) -> None:
-        super().attach(context if self._group is None else replace(context, group=self._group))
 
     def after_backward(self, *, failed: bool) -> str | None:
-        note = super().after_backward(failed=failed)
-        if self._has_compressed and not failed and self._memory.steps >= self._next_log:
-            self._next_log = self._memory.steps + self._log_every_steps
-            rate, before, after = self._memory.compression_stats()
+        rate, before, after = self.compression_stats()
+        if after and not failed and self._memory.steps % self._log_every_steps == 0:
             _logger.info("step %d: %d elements sent as %d, %.1f times fewer", self._memory.steps, before, after, rate)
-        return note
-
-    async def __call__(self, bucket: Bucket) -> None:
-        if self._group is not None and self._group is not bucket.group:
-            bucket = on_group(bucket, self._group)
-        await super().__call__(bucket)
+        return super().after_backward(failed=failed)
 
 
 class _WholeBuckets(_HookPowerSGD):
@@ -175,7 +149,8 @@ class _WholeBuckets(_HookPowerSGD):
         self.min_compression_rate = 0.0
 
     async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
-        memory, key, numel = self._memory, bucket_key(keys), bucket.buffer.numel()
+        memory, numel = self._memory, bucket.buffer.numel()
+        key = f"{keys[0]} ... {keys[-1]}"  # No parameter's name has two dots in a row.
         side = math.isqrt(numel - 1) + 1
         square = bucket.buffer.new_zeros(side * side)
         square[:numel].copy_(bucket.buffer)
@@ -183,16 +158,16 @@ class _WholeBuckets(_HookPowerSGD):
         if not self.error_feedback:
             sent_numel = await super()._reduce(whole, (key,), step)
         else:
+            errors = torch.zeros_like(square, dtype=torch.promote_types(square.dtype, torch.float32))
             pairs = zip(keys, bucket.gradients, strict=True)
-            residuals = [memory.residual(name, gradient, square.dtype) for name, gradient in pairs]
-            errors = torch.zeros_like(square)
+            residuals = [memory.residual(name, gradient, errors.dtype) for name, gradient in pairs]
             parts = bucket.with_buffer(errors[:numel]).gradients
             copy_all(parts, residuals)
-            memory.residuals[key] = errors.view(side, side)
+            memory.errors[key] = errors.view(side, side)
             try:
                 sent_numel = await super()._reduce(whole, (key,), step)
             finally:
-                memory.residuals.pop(key, None)
+                memory.errors.pop(key, None)
             copy_all(residuals, parts)
         bucket.buffer.copy_(square[:numel])
         return sent_numel
@@ -201,18 +176,14 @@ class _WholeBuckets(_HookPowerSGD):
         return super().__repr__().replace("PowerSGD", "PowerSGD, whole buckets", 1)
 
 
-def _hook(name: str, doc: str, stage: type[_HookPowerSGD]) -> StageHook:
-    def checked(state: Any) -> PowerSGDState:
+def _hook(name: str, doc: str, make: type[_HookPowerSGD]) -> StageHook:
+    def group_of(state: Any) -> dist.ProcessGroup | None:
         if isinstance(state, PowerSGDState):
-            return state
+            return state.process_group
         raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {described(state)}")
 
     return StageHook(
-        lambda state: stage(checked(state)),
-        name,
-        group_of=lambda state: checked(state).process_group,
-        doc=doc,
-        module=__name__,
+        lambda state: OnGroup.of(group_of(state), make(state)), name, group_of=group_of, doc=doc, module=__name__
     )
 
 

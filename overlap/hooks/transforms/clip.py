@@ -30,7 +30,7 @@ from overlap.hooks.collectives import all_reduce
 from overlap.hooks.stage import Role, StageContext
 from overlap.hooks.transforms.transform import WholePassTransform
 
-__all__ = ["ClipGradNorm", "Clipping", "ShardedNorm", "in_model_order"]
+__all__ = ["ClipGradNorm", "Clipping", "in_model_order"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Clipping:
     error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("max_norm", self.max_norm)
-        _check_positive("norm_type", self.norm_type, hint=" (float('inf') for the maximum)")
+        for name, value in (("max_norm", self.max_norm), ("norm_type", self.norm_type)):
+            if not (as_number(value) or 0) > 0:  # False for NaN, too.
+                raise ConfigurationError(f"{name} must be a positive number, or float('inf'), got {told(value)}")
         check_flag("error_if_nonfinite", self.error_if_nonfinite)
 
     def clip_(self, gradients: Sequence[Tensor], *, foreach: bool | None = None) -> Tensor:
@@ -67,58 +68,29 @@ class Clipping:
         holders = [SimpleNamespace(grad=gradient) for gradient in gradients]
         torch.nn.utils.clip_grads_with_norm_(holders, self.max_norm, total, foreach)  # type: ignore[arg-type]
 
+    # Where each rank has a part of the gradients: all-reduce ``partial`` with ``op``, and then scale by ``total``.
+
+    def partial(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The part of this rank in the global norm, a 0-dimensional tensor."""
+        parts = [part for part in parts if part.numel()]  # An empty one has no maximum.
+        each = torch.stack(norms(parts, self.norm_type)).double() if parts else torch.zeros(1, device=device).double()
+        return each.max() if self.norm_type == float("inf") else each.pow(self.norm_type).sum()
+
+    @property
+    def op(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.MAX if self.norm_type == float("inf") else dist.ReduceOp.SUM
+
+    def total(self, reduced: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+        """The global norm, in the promoted dtype of all ``parameters`` of the model, as PyTorch's function gives it."""
+        dtypes = {parameter.dtype for parameter in parameters}
+        dtype = functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
+        return (reduced if self.norm_type == float("inf") else reduced.pow(1 / self.norm_type)).to(dtype)
+
 
 def in_model_order(parameters: Iterable[Tensor], *models: Iterable[Tensor]) -> list[Tensor]:
     """``parameters`` in the order of the ``models``' parameters; those of no model last, in the order given."""
     places = {one: place for place, one in enumerate(dict.fromkeys(itertools.chain.from_iterable(models)))}
     return sorted(parameters, key=lambda parameter: places.get(parameter, len(places)))
-
-
-def _check_positive(name: str, value: object, *, hint: str = "") -> None:
-    number = as_number(value)
-    if number is None:
-        raise ConfigurationError(f"{name} is a number, got {told(value)}")
-    if not number > 0:
-        raise ConfigurationError(f"{name} must be positive{hint}, got {told(value)}")
-
-
-class ShardedNorm:
-    """Clips by the global norm of gradients of which each rank has a part: local powers, a sum over ranks, a root.
-
-    It has the promoted dtype of all ``parameters`` of the model, as ``torch.nn.utils.clip_grad_norm_`` gives it.
-    """
-
-    def __init__(
-        self, clipping: Clipping, gradients: Sequence[Tensor], parameters: Iterable[Tensor], device: torch.device
-    ) -> None:
-        self._clipping = clipping
-        dtypes = {parameter.dtype for parameter in parameters}
-        self._dtype = functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
-        # An empty part has no maximum.
-        self._gradients = [gradient for gradient in gradients if gradient.numel()]
-        self._is_max = clipping.norm_type == float("inf")
-        each = [norm.double() for norm in norms(self._gradients, clipping.norm_type)] if self._gradients else []
-        stacked = torch.stack(each) if each else torch.zeros(1, dtype=torch.float64, device=device)
-        self.partial = stacked.max() if self._is_max else stacked.pow(clipping.norm_type).sum()
-        """This rank's part, which the caller all-reduces in place with :attr:`op`."""
-
-    @property
-    def op(self) -> dist.ReduceOp.RedOpType:
-        return dist.ReduceOp.MAX if self._is_max else dist.ReduceOp.SUM
-
-    @property
-    def total(self) -> Tensor:
-        """The global norm, after :attr:`partial` was all-reduced."""
-        return (self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)).to(self._dtype)
-
-    def clip_(self, gradients: Sequence[Tensor] | None = None) -> Tensor:
-        """Scale the gradients (or other parts of them) in place, after :attr:`partial` was all-reduced.
-
-        Returns and raises: as :meth:`Clipping.clip_`.
-        """
-        total = self.total
-        self._clipping.scale_(self._gradients if gradients is None else gradients, total)
-        return total
 
 
 class ClipGradNorm(WholePassTransform):
@@ -180,10 +152,10 @@ class ClipGradNorm(WholePassTransform):
             self._norm = self.clipping.clip_(gradients)
             return
         counted = [part for bucket in buckets for part in self.counted(bucket)]
-        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-        sharded = ShardedNorm(self.clipping, counted, parameters, buckets[0].buffer.device)
-        await all_reduce(sharded.partial, op=sharded.op, group=buckets[0].group)
-        self._norm = sharded.clip_([gradient for gradient in gradients if gradient.numel()])
+        partial = self.clipping.partial(counted, buckets[0].buffer.device)
+        await all_reduce(partial, op=self.clipping.op, group=buckets[0].group)
+        self._norm = self.clipping.total(partial, seen)
+        self.clipping.scale_([gradient for gradient in gradients if gradient.numel()], self._norm)
 
     def __repr__(self) -> str:
         norm_type = self.clipping.norm_type

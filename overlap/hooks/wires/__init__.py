@@ -2,19 +2,19 @@
 
 from overlap.hooks.wires.codec import Codec, Wire
 from overlap.hooks.wires.exchange import QuantizedSum
-from overlap.hooks.wires.feedback import ErrorFeedback, RoundingGenerator, redistribute
+from overlap.hooks.wires.feedback import RoundingGenerator, StageMemory, redistribute
 from overlap.hooks.wires.formats import BFloat16, Float8, Float16, Int4, Int8, TopK
 
 __all__ = [
     "BFloat16",
     "Codec",
-    "ErrorFeedback",
     "Float16",
     "Float8",
     "Int4",
     "Int8",
     "QuantizedSum",
     "RoundingGenerator",
+    "StageMemory",
     "TopK",
     "Wire",
     "redistribute",

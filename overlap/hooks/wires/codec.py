@@ -7,18 +7,16 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from overlap._checks import is_one_of, told
 from overlap._torch.device import has_streams
-from overlap.errors import ConfigurationError
 from overlap.hooks.segments import round_up
 
-__all__ = ["Codec", "Field", "RoundingWire", "Wire"]
+__all__ = ["Codec", "Field", "Wire"]
 
 # Values at a time on a CPU, so that they stay in the cache between two passes over them.
 _BLOCK_NUMEL = 256 * 1024
@@ -32,8 +30,9 @@ class Field(NamedTuple):
     """Of a chunk."""
 
 
+@dataclass(frozen=True)
 class Codec(ABC):
-    """Encodes ``numel`` values as one message of ``message_bytes`` bytes, and decodes it.
+    """Encodes rows of ``numel`` values as messages of ``message_bytes`` bytes, and decodes them.
 
     Values are cut into ``chunks`` of ``chunk_numel``. A message holds its fields in order, each of them for all chunks.
     If some of the values are not finite, neither are some of the decoded ones.
@@ -72,10 +71,6 @@ class Codec(ABC):
         """A multiple of 16, so that messages can follow each other; 0 for no values."""
         return round_up(self.chunks * sum(field.dtype.itemsize * field.numel for field in self.fields))
 
-    def encode(self, values: Tensor, message: Tensor, generator: torch.Generator | None = None) -> None:
-        """Write ``values``, shape ``(numel,)``, into ``message``, ``(message_bytes,)``."""
-        self.encode_rows(values[None], message[None], generator)
-
     def encode_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
         """Write each row of ``values``, shape ``(n, numel)``, into one of ``messages``, ``(n, message_bytes)``."""
         for block, fields in self._blocks(values, messages):
@@ -88,10 +83,6 @@ class Codec(ABC):
             decoded = torch.empty_like(block)
             self.read(fields, decoded)
             block.sub_(decoded)
-
-    def decode(self, message: Tensor, out: Tensor) -> None:
-        """Write the values of ``message`` to ``out``, shape ``(numel,)``."""
-        self.decode_rows(message[None], out[None])
 
     def decode_rows(self, messages: Tensor, out: Tensor) -> None:
         """Write the values of each of ``messages``, shape ``(n, message_bytes)``, to a row of ``out``."""
@@ -138,13 +129,13 @@ class Codec(ABC):
         if whole == self.chunks:
             yield from self._cut(values, fields)
             return
-        head, tail = values.split_with_sizes([whole * self.chunk_numel, given - whole * self.chunk_numel], dim=-1)
+        end = whole * self.chunk_numel
         if whole:
-            yield from self._cut(head, [field[:, :whole] for field in fields])
-        rest = pad(tail, (0, (self.chunks - whole) * self.chunk_numel - tail.size(-1)))
+            yield from self._cut(values[:, :end], [field[:, :whole] for field in fields])
+        rest = pad(values[:, end:], (0, self.numel - given))
         yield from self._cut(rest, [field[:, whole:] for field in fields])
         if changes:
-            tail.copy_(rest[:, : tail.size(-1)])
+            values[:, end:].copy_(rest[:, : given - end])
 
     def _cut(self, values: Tensor, fields: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
         """As :meth:`_blocks`, of whole chunks: several messages, or a part of one."""
@@ -164,8 +155,7 @@ class Wire(ABC):
     """How values are sent in fewer bytes; the same object serves gradients, parameters and averages.
 
     It holds options only. They are all in its ``repr``, which is valid code, and which ranks compare at registration; a
-    wire of your own is a frozen dataclass with ``repr=False``. Rounding errors are kept by the user of a wire: see
-    :class:`overlap.hooks.wires.ErrorFeedback`.
+    wire of your own is a frozen dataclass with ``repr=False``. Rounding errors are kept by the user of a wire.
 
     >>> wire = Int8(chunk=256)
     >>> isinstance(wire, Wire), wire
@@ -195,18 +185,3 @@ class Wire(ABC):
             if field.kw_only and value != field.default:
                 options.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(options)})"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class RoundingWire(Wire):
-    """A wire that rounds: to nearest or, stochastically, up or down with an error that is zero on average."""
-
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-
-    def __post_init__(self) -> None:
-        if not is_one_of(self.rounding, "nearest", "stochastic"):
-            raise ConfigurationError(f"rounding is {told(self.rounding)}: give 'nearest' or 'stochastic'")
-
-    @property
-    def is_stochastic(self) -> bool:
-        return self.rounding == "stochastic"

@@ -1,8 +1,4 @@
-"""Messages between ranks, encoded by a wire.
-
-``sum_in_order`` adds up received messages, and :class:`QuantizedSum` is a sum over ranks. The sharded update and the
-quantized collectives use the first.
-"""
+"""A sum over ranks by messages that a wire encodes."""
 
 from __future__ import annotations
 
@@ -16,28 +12,10 @@ from torch.nn.functional import pad
 
 from overlap._torch.device import has_streams
 from overlap.hooks.collectives import all_gather, all_to_all, reduce_scatter
-from overlap.hooks.wires.codec import Codec, Wire
+from overlap.hooks.wires.codec import Wire
 from overlap.ranks.machines import Levels
 
-__all__ = ["QuantizedSum", "sum_in_order"]
-
-
-def sum_in_order(codec: Codec, own: Tensor, received: Tensor, rank: int) -> Tensor:
-    """The sum, in the order of ranks, of ``own`` and the values of the other ranks' messages.
-
-    Args:
-        codec: of the messages.
-        own: the values of this ``rank``, fp32 of shape ``(numel,)``; may be overwritten by the sum.
-        received: a message from each rank, of shape ``(W, message_bytes)``; row ``rank`` is not read.
-    """
-    total = own
-    if rank:
-        total = torch.empty_like(own)
-        codec.decode_rows(received[:1], total[None])
-        codec.add_rows(received[1:rank], total)
-        total.add_(own)
-    codec.add_rows(received[rank + 1 :], total)
-    return total
+__all__ = ["QuantizedSum"]
 
 
 class QuantizedSum:
@@ -94,42 +72,38 @@ class QuantizedSum:
         all-gather of all values in fp32.
         """
         keeps_errors = out is not values
-        given, numel = values.numel(), out.numel()
+        given, numel, levels = values.numel(), out.numel(), self._levels
         if self._group.size() == 1 or numel == 0:
             if keeps_errors:
                 out.copy_(values[:numel])
                 values.zero_()
             return
         # One part may be short, which saves a copy, but none may be missing.
-        can_be_short = (
-            self._levels is None and not has_streams(values.device) and given >= self.padded_numel - self.codec.numel
-        )
-        is_whole = given == self.padded_numel or can_be_short
+        can_be_short = levels is None and not has_streams(values.device)
+        is_whole = given >= self.padded_numel - (self.codec.numel if can_be_short else 0)
         summand = values if is_whole else pad(values, (0, self.padded_numel - given))
         result = summand
         if keeps_errors:
             result = out if numel == summand.numel() else torch.empty_like(summand)
-        await self._sum(summand, result)
+        if levels is None:
+            await self._sum_over(self._group, summand, result, keeps_errors=keeps_errors)
+        else:
+            ranks, rank = levels.inside.size(), levels.inside.rank()
+            rows, results = summand.view(ranks, -1), result.view(ranks, -1)
+            await reduce_scatter(rows[rank], summand, group=levels.inside)
+            await self._sum_over(levels.between, rows[rank], results[rank], keeps_errors=keeps_errors)
+            if keeps_errors:
+                # The errors of the other parts are made by the other ranks of the machine.
+                rows[:rank].zero_()
+                rows[rank + 1 :].zero_()
+            await all_gather(result, results[rank], group=levels.inside)
         if keeps_errors and not is_whole:
             values.copy_(summand[:given])
         if result is not out:
             out.copy_(result[:numel])
 
-    async def _sum(self, values: Tensor, out: Tensor) -> None:
-        if (levels := self._levels) is None:
-            await self._sum_over(self._group, values, out, keeps_errors=out is not values)
-            return
-        ranks, rank = levels.inside.size(), levels.inside.rank()
-        rows, results = values.view(ranks, -1), out.view(ranks, -1)
-        await reduce_scatter(rows[rank], values, group=levels.inside)
-        await self._sum_over(levels.between, rows[rank], results[rank], keeps_errors=out is not values)
-        if out is not values:
-            # The errors of the other parts are made by the other ranks of the machine.
-            rows[:rank].zero_()
-            rows[rank + 1 :].zero_()
-        await all_gather(out, results[rank], group=levels.inside)
-
     async def _sum_over(self, group: dist.ProcessGroup, values: Tensor, out: Tensor, *, keeps_errors: bool) -> None:
+        """The sum over one level, of ``values`` with at most one short part."""
         codec, ranks, rank, device = self.codec, group.size(), group.rank(), values.device
         encode = codec.subtract_rows if keeps_errors else codec.encode_rows
         own = values[rank * codec.numel : (rank + 1) * codec.numel]

@@ -1,8 +1,5 @@
 """The memory of a stage that rounds: errors, to be added in the next step, and random numbers.
 
-:class:`ErrorFeedback` holds errors by parameter name and :class:`RoundingGenerator` a rank's random numbers.
-:class:`StageMemory` is both, with their state.
-
 Error feedback: Seide et al., 2014; Karimireddy et al., 2019.
 """
 
@@ -17,43 +14,73 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all, all_finite
-from overlap.errors import ConfigurationError
+from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.stage import StageContext
 from overlap.hooks.wires.codec import Wire
 from overlap.ranks.machines import Levels, levels_of
 
-__all__ = [
-    "ErrorFeedback",
-    "RoundingGenerator",
-    "StageMemory",
-    "check_shape",
-    "redistribute",
-    "summed_errors",
-    "within_range",
-]
+__all__ = ["RoundingGenerator", "StageMemory", "check_shape", "redistribute", "summed_errors"]
 
-Place = tuple[int, int]
+_Place = tuple[int, int]
 """A rank and the number of ranks."""
 
 
-class ErrorFeedback:
-    """The errors of this rank by parameter name, so that they stay valid when DDP rebuilds its buckets.
+class RoundingGenerator:
+    """Random numbers with which ``wire`` rounds on this rank: its own, not those of the model's dropout."""
 
-    Errors of a pass are held until it is over, and dropped if it failed or any of its results is not finite: such a
-    pass is not applied. Results are the same on all ranks, so ranks decide alike.
+    def __init__(self, wire: Wire | None) -> None:
+        self.is_needed = wire is not None and wire.is_stochastic
+        self._generator: torch.Generator | None = None
+        self._state: Tensor | None = None
+
+    def of(self, rank: int, device: torch.device) -> torch.Generator | None:
+        """The same at every call, seeded with ``rank`` or the loaded state; ``None`` if rounding is to nearest."""
+        if self.is_needed and self._generator is None:
+            self._generator = torch.Generator(device).manual_seed(rank)
+            if self._state is not None:
+                self._generator.set_state(self._state)
+        return self._generator
+
+    def state(self) -> Tensor | None:
+        """For :meth:`load`; ``None`` before the first use."""
+        return self._state if self._generator is None else self._generator.get_state()
+
+    def load(self, state: Tensor | None) -> None:
+        """Continue from a :meth:`state`; start anew if it is ``None``."""
+        # A checkpoint may have been loaded to an accelerator.
+        self._state, self._generator = None if state is None else state.cpu(), None
+
+
+class StageMemory:
+    """Errors and random numbers of one user of a wire, on its rank; it may be loaded before its stage is registered.
+
+    Errors are kept by parameter name, so that they stay valid when DDP rebuilds its buckets. Those of a pass are held
+    until it is over, and dropped if it failed or any of its results is not finite: such a pass is not applied. Results
+    are the same on all ranks, so ranks decide alike.
+
+    Args:
+        owner: named in messages.
+        error_feedback: whether to add a step's errors to the next step's values.
+        wire: how values are sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object, *, error_feedback: bool, wire: Wire | None) -> None:
+        self.has_feedback = error_feedback
         self.errors: dict[str, Tensor] = {}
+        self.generator = RoundingGenerator(wire)
+        self._owner = owner
         self._held: dict[str, Tensor] = {}
         self._are_finite: list[Tensor] = []
+        self._saved_by: _Place | None = None
+        self._context: StageContext | None = None
+        self._levels: Levels | None = None
 
     def begin(self) -> None:
         """A pass begins."""
         self._held.clear()
         self._are_finite.clear()
 
-    def add_to(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
+    def add_errors(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
         """Add the errors of earlier steps to ``values``, fp32, in place.
 
         Raises:
@@ -71,98 +98,29 @@ class ErrorFeedback:
             errors.append(hold(error))
         add_all(changed, errors)
 
-    def hold(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
+    def hold_errors(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
         """Hold ``errors``, fp32, of a ``result`` that is the same on all ranks."""
         self._held.update(zip(names, errors, strict=True))
         self.note(result)
 
     def note(self, result: Tensor) -> None:
         """Another result of this pass, the same on all ranks."""
-        self._are_finite.append(all_finite(result))
+        if self.has_feedback:
+            self._are_finite.append(all_finite(result))
 
     def settle(self, *, failed: bool) -> None:
         """The pass is over: keep the held errors if all results are finite."""
-        if self._are_finite and not failed:
-            self._keep(torch.stack([hold(one) for one in self._are_finite]).all())
-        self.begin()
-
-    def _keep(self, are_finite: Tensor) -> None:
-        if not has_streams(are_finite.device):
-            if bool(are_finite):
+        if self._held and not failed:
+            are_finite = torch.stack([hold(one) for one in self._are_finite]).all()
+            if has_streams(are_finite.device):
+                # The host does not wait for the device to know which.
+                for name, new in self._held.items():
+                    old = self.errors.get(name)
+                    old = torch.zeros_like(new) if old is None else hold(old)
+                    self.errors[name] = torch.where(are_finite, hold(new), old)
+            elif bool(are_finite):
                 self.errors.update(self._held)
-            return
-        # The host does not wait for the device to know which.
-        for name, new in self._held.items():
-            old = self.errors.get(name)
-            self.errors[name] = torch.where(are_finite, hold(new), torch.zeros_like(new) if old is None else hold(old))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: error.clone() for name, error in self.errors.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        self.errors = {name: error.clone() for name, error in state_dict.items()}
         self.begin()
-
-
-class RoundingGenerator:
-    """Random numbers with which ``wire`` rounds on this rank: its own, not those of the model's dropout."""
-
-    def __init__(self, wire: Wire | None) -> None:
-        self._is_needed = wire is not None and wire.is_stochastic
-        self._generator: torch.Generator | None = None
-        self._state: Tensor | None = None
-
-    def of(self, rank: int, device: torch.device) -> torch.Generator | None:
-        """The same at every call, seeded with ``rank`` or the loaded state; ``None`` if rounding is to nearest."""
-        if self._is_needed and self._generator is None:
-            self._generator = torch.Generator(device).manual_seed(rank)
-            if self._state is not None:
-                self._generator.set_state(self._state)
-        return self._generator
-
-    def state(self) -> Tensor | None:
-        """For :meth:`load`; ``None`` before the first use."""
-        return self._state if self._generator is None else self._generator.get_state()
-
-    def load(self, state: Tensor | None) -> None:
-        """Continue from a :meth:`state`; start anew if it is ``None``."""
-        # A checkpoint may have been loaded to an accelerator.
-        self._state, self._generator = None if state is None else state.cpu(), None
-
-
-class StageMemory:
-    """Errors and random numbers of one user of wires, on its rank; it may be loaded before its stage is registered.
-
-    Args:
-        owner: named in messages.
-        error_feedback: whether to add a step's errors to the next step's values.
-        wires: stochastic ones draw from one generator.
-    """
-
-    def __init__(self, owner: object, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
-        self.feedback = ErrorFeedback() if error_feedback else None
-        stochastic = next((wire for wire in wires if wire.is_stochastic), None)
-        self.is_of_rank = error_feedback or stochastic is not None
-        """Whether each rank has its own."""
-        self._generator = RoundingGenerator(stochastic)
-        self._owner = owner
-        self._saved_by: Place | None = None
-        self._context: StageContext | None = None
-        self._levels: Levels | None = None
-
-    def begin(self) -> None:
-        """A pass begins."""
-        if self.feedback is not None:
-            self.feedback.begin()
-
-    def settle(self, *, failed: bool) -> None:
-        """The pass is over; see :meth:`ErrorFeedback.settle`."""
-        if self.feedback is not None:
-            self.feedback.settle(failed=failed)
-
-    def generator_for(self, wire: Wire, rank: int, device: torch.device) -> torch.Generator | None:
-        """The generator with which ``wire`` rounds on this ``rank``; ``None`` if it rounds to nearest."""
-        return self._generator.of(rank, device) if wire.is_stochastic else None
 
     def find_levels(self) -> None:
         """Make the groups of a job on several machines; called before a pass, when ranks have the same stages."""
@@ -174,7 +132,7 @@ class StageMemory:
         return self._levels if self._context is not None and group is self._context.group else None
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> _Place | None:
         """The rank that it belongs to, and the number of ranks; ``None`` if it belongs to none yet."""
         return self._saved_by if self._context is None else _place(self._context)
 
@@ -182,14 +140,21 @@ class StageMemory:
         """Serve the model of ``context``.
 
         Raises:
+            RegistrationError: it keeps errors, and serves another model already.
             ConfigurationError: the state that was loaded is another rank's or another model's.
         """
-        self._check(context, self._saved_by, {} if self.feedback is None else self.feedback.errors)
+        # A hook that was registered with DDP itself, which does not tell names, is never detached.
+        if self.has_feedback and self._context is not None and self._context.names is not None:
+            raise RegistrationError(
+                f"{self._owner!r} is registered already, and remembers the errors of one model: .remove() that "
+                "registration first, or give each model a stage of its own"
+            )
+        self._check(context, self._saved_by, self.errors)
         self._context = context
 
     def detach(self) -> None:
         """Stop serving the model; the memory stays."""
-        if self._generator.state() is not None or (self.feedback is not None and self.feedback.errors):
+        if self.errors or self.generator.state() is not None:
             self._saved_by = self.place
         self._context = None
 
@@ -197,9 +162,9 @@ class StageMemory:
         """A snapshot: ``error`` by parameter name and the rounding's ``generator``, where there are such, with the
         ``rank`` and number of ``ranks`` that they belong to."""
         state: dict[str, Any] = {}
-        if self.feedback is not None:
-            state["error"] = self.feedback.state_dict()
-        if (generator := self._generator.state()) is not None:
+        if self.has_feedback:
+            state["error"] = {name: error.clone() for name, error in self.errors.items()}
+        if (generator := self.generator.state()) is not None:
             state["generator"] = generator
         if state and self.place is not None:
             state["rank"], state["ranks"] = self.place
@@ -215,7 +180,7 @@ class StageMemory:
         if unknown := sorted(set(state_dict) - {"error", "generator", "rank", "ranks"}):
             raise ConfigurationError(f"{self._owner!r} has no state {unknown}")
         errors = state_dict.get("error", {})
-        if self.feedback is None and errors:
+        if errors and not self.has_feedback:
             raise ConfigurationError(
                 f"the state has error feedback, but {self._owner!r} has none: make it with error_feedback=True"
             )
@@ -223,29 +188,34 @@ class StageMemory:
         if self._context is not None:
             self._check(self._context, saved_by, errors)
         self._saved_by = saved_by
-        if self.feedback is not None:
-            self.feedback.load_state_dict(errors)
-        self._generator.load(state_dict.get("generator"))
+        self.errors = {name: error.clone() for name, error in errors.items()}
+        self.generator.load(state_dict.get("generator"))
+        self.begin()
 
-    def _check(self, context: StageContext, saved_by: Place | None, errors: Mapping[str, Tensor]) -> None:
-        if saved_by is not None and self.is_of_rank:
-            _check_rank(saved_by, _place(context), owner=type(self._owner).__name__)
-        if context.names is not None:
-            _check_errors(errors, {name: parameter for parameter, name in context.names.items()})
+    def _check(self, context: StageContext, saved_by: _Place | None, errors: Mapping[str, Tensor]) -> None:
+        """Raises: ConfigurationError: the state is another rank's, or another model's."""
+        rank, ranks = here = _place(context)
+        is_of_rank = self.has_feedback or self.generator.is_needed
+        if saved_by is not None and saved_by != here and is_of_rank:
+            raise ConfigurationError(
+                f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {rank} of {ranks}, and "
+                "each rank has its own errors: load this rank's file, or make its state with "
+                f"{type(self._owner).__name__}.redistribute(states, rank={rank}, ranks={ranks})"
+            )
+        if context.names is None:
+            return
+        parameters = {name: parameter for parameter, name in context.names.items()}
+        if foreign := sorted(set(errors) - set(parameters)):
+            raise ConfigurationError(
+                f"the state has the error feedback of parameters that the model does not have "
+                f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
+            )
+        for name, error in errors.items():
+            check_shape(name, error, parameters[name])
 
 
-def _place(context: StageContext) -> Place:
+def _place(context: StageContext) -> _Place:
     return context.group.rank(), context.group.size()
-
-
-def _check_rank(saved_by: Place, here: Place, *, owner: str) -> None:
-    """Raises: ConfigurationError: a state was saved by another rank; says how ``owner`` converts it."""
-    if saved_by != here:
-        raise ConfigurationError(
-            f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
-            f"and each rank has its own errors: load this rank's file, or make its state with "
-            f"{owner}.redistribute(states, rank={here[0]}, ranks={here[1]})"
-        )
 
 
 def check_shape(name: str, error: Tensor, like: Tensor) -> None:
@@ -255,17 +225,6 @@ def check_shape(name: str, error: Tensor, like: Tensor) -> None:
             f"the error feedback of {name} is of shape {tuple(error.shape)}, its gradient of {tuple(like.shape)}: the "
             "state that was loaded is another model's"
         )
-
-
-def _check_errors(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Raises: ConfigurationError: ``errors`` has a name that ``parameters`` lacks, or another shape."""
-    if foreign := sorted(set(errors) - set(parameters)):
-        raise ConfigurationError(
-            f"the state has the error feedback of parameters that the model does not have "
-            f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
-        )
-    for name, error in errors.items():
-        check_shape(name, error, parameters[name])
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
@@ -286,10 +245,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
 def summed_errors(
     states: Sequence[Mapping[str, Any]], key: str, *, rank: int, ranks: int, times: float = 1.0
 ) -> dict[str, Tensor]:
-    """The errors ``state[key]`` of ``rank`` of ``ranks``, as for :func:`redistribute`, ``times`` a number.
-
-    Sums are taken in fp32 at least and rounded once.
-    """
+    """The errors ``state[key]`` of ``rank`` of ``ranks``, as for :func:`redistribute`, ``times`` a number."""
     if not 0 <= rank < ranks:
         raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
     if any(state.get("rank") is None or state.get("ranks") is None for state in states):
@@ -301,18 +257,7 @@ def summed_errors(
             f"redistribute needs the state of every old rank once, but was given ranks {sorted(by_rank)} of {sizes}"
         )
     sums: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
     for old in range(rank, sizes[0], ranks):
         for name, error in by_rank[old].get(key, {}).items():
-            wide = error.to(torch.promote_types(error.dtype, torch.float32))
-            sums[name] = sums[name] + wide if name in sums else wide
-            dtypes[name] = error.dtype
-    return {name: within_range(total * times, dtypes[name]).to(dtypes[name]) for name, total in sums.items()}
-
-
-def within_range(errors: Tensor, dtype: torch.dtype) -> Tensor:
-    """``errors``, limited to finite numbers of ``dtype`` if that is ``float16``: infinity would stay forever."""
-    if dtype != torch.float16:
-        return errors
-    limit = torch.finfo(torch.float16).max
-    return errors.clamp(-limit, limit)
+            sums[name] = sums[name] + error if name in sums else error
+    return {name: total * times for name, total in sums.items()}

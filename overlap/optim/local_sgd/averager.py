@@ -286,7 +286,7 @@ class Averager:
         parts += [f"{len(self.fragments)} fragments"] if len(self.fragments) > 1 else []
         if self.wire is not None:
             parts += [f"wire {self.wire.wire!r}"]
-            parts += [] if self.wire.memory.feedback is None else ["error feedback"]
+            parts += ["error feedback"] if self.wire.memory.has_feedback else []
         return ", ".join(parts if self.outer is None else [*parts, f"outer {type(self.outer).__name__}"])
 
 

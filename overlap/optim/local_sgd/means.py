@@ -27,8 +27,7 @@ from overlap._torch.foreach import copy_all
 from overlap.hooks import StageContext, all_reduce
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import Completion, Item, run_now
-from overlap.hooks.wires import QuantizedSum, Wire
-from overlap.hooks.wires.feedback import StageMemory
+from overlap.hooks.wires import QuantizedSum, StageMemory, Wire
 
 __all__ = ["Running", "Weight", "WiredMean", "average", "wider"]
 
@@ -212,13 +211,13 @@ class WiredMean:
     def __init__(self, wire: Wire, anchors: Mapping[str, Tensor], *, error_feedback: bool, owner: object) -> None:
         self.wire = wire
         self.anchors = anchors
-        self.memory = StageMemory(owner, error_feedback=error_feedback, wires=[wire])
+        self.memory = StageMemory(owner, error_feedback=error_feedback, wire=wire)
         """This rank's rounding errors and random numbers."""
 
     async def mean(self, flat: Tensor, members: Mapping[str, Tensor], group: dist.ProcessGroup, weight: Weight) -> None:
         """Replace ``flat``, this rank's values of ``members`` packed, by their mean. One rank alone rounds nothing."""
-        feedback = self.memory.feedback
-        if group.size() == 1 and (feedback is None or not feedback.errors):
+        memory = self.memory
+        if group.size() == 1 and not memory.errors:
             return
         # Differences of half-precision numbers are taken in fp32.
         names = list(members)
@@ -226,11 +225,10 @@ class WiredMean:
         change = (flat - anchor).float()
         weight.scale_(change)
         views = _views(change, list(members.values()))
-        if feedback is not None:
-            feedback.add_to(names, views)
+        memory.add_errors(names, views)
         total = torch.empty_like(change)
-        generator = self.memory.generator_for(self.wire, group.rank(), flat.device)
+        generator = memory.generator.of(group.rank(), flat.device)
         await QuantizedSum(change.numel(), wire=self.wire, generator=generator, group=group)(change, out=total)
-        if feedback is not None:
-            feedback.hold(names, views, total)
+        if memory.has_feedback:
+            memory.hold_errors(names, views, total)
         flat.copy_(anchor.add_(total))

@@ -133,14 +133,14 @@ class LocalSGD(AveragingOptimizer, Joinable):
         # Gradients stay until the loop clears them.
         self._lifecycle = UpdateLifecycle(_FORM, clears=lambda parameter: True)
         self._stage = _LocalSGDStage(self)
-        state = PostLocalSGDState(
+        state = _AveragersState(
             self.process_group,
             None if isinstance(subgroup, str) else subgroup,
             start_step,
             post_local_gradient_allreduce=subgroup is not None,
         )
-        reduce = PostLocal(state, reducer, is_local=lambda: self.averager.is_local)
-        self.registration = chain(reduce, self._stage).register(ddp)
+        state.averager = self.averager
+        self.registration = chain(PostLocal(state, reducer), self._stage).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
 
     @property
@@ -276,6 +276,16 @@ class LocalSGD(AveragingOptimizer, Joinable):
     def __repr__(self) -> str:
         name = self.optim if isinstance(self.optim, SeveralOptimizers) else type(self.optim).__name__
         return f"LocalSGD({name}, {self.averager!r})"
+
+
+class _AveragersState(PostLocalSGDState):
+    """Passes are local when the averager says so."""
+
+    averager: Averager
+
+    @property
+    def is_local(self) -> bool:
+        return self.averager.is_local
 
 
 class _LocalSGDStage(Stage):

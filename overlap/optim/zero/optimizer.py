@@ -32,7 +32,7 @@ from overlap._torch.optimizer import (
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import run_now
-from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
+from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join import Joinable
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
@@ -552,9 +552,12 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 if p.grad is not None and p.grad.stride() != p.stride():
                     p.grad = torch.empty_like(p, dtype=p.grad.dtype).copy_(p.grad)
             owned = [shard for p in reduced if (shard := self.shards[id(p)]).own is not None]
-            norm = ShardedNorm(clipping, [shard.gradient() for shard in owned], self.trained, self.join_device)
-            group_all_reduce(norm.partial, op=norm.op, group=self.process_group)
-            return norm.clip_()
+            parts = [part for shard in owned if (part := shard.gradient()).numel()]
+            partial = clipping.partial(parts, self.join_device)
+            group_all_reduce(partial, op=clipping.op, group=self.process_group)
+            total = clipping.total(partial, self.trained)
+            clipping.scale_(parts, total)
+            return total
 
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward: before you read one

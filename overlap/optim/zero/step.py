@@ -24,7 +24,7 @@ from overlap._torch.foreach import LargestElements
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, all_reduce, chain, whole_pass
-from overlap.hooks.adapters import CommHook, as_stage
+from overlap.hooks.adapters import as_stage
 from overlap.hooks.stage import UpdateStage
 from overlap.join.participation import active_join
 from overlap.optim.lifecycle import Form, Phase
@@ -452,7 +452,7 @@ def _check_same_group(model: dist.ProcessGroup, zero: dist.ProcessGroup) -> None
 
 
 def hook_with_zero_step(
-    hook: Stage | CommHook | Callable[..., Any],
+    hook: Stage | Callable[..., Any],
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
@@ -474,7 +474,7 @@ def hook_with_zero_step(
 
 
 def hook_with_zero_step_interleaved(
-    hook: Stage | CommHook | Callable[..., Any],
+    hook: Stage | Callable[..., Any],
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,

@@ -26,13 +26,13 @@ def residuals(world: World) -> list[Tensor]:
     totals = [torch.zeros(shape, dtype=torch.float64) for shape in world.shapes]
     for stage in world.stages:
         for place, key in enumerate(world.names or map(str, range(len(world.shapes)))):
-            if key in memory(stage).residuals:
-                totals[place] += memory(stage).residuals[key].cpu()
+            if key in memory(stage).errors:
+                totals[place] += memory(stage).errors[key].cpu()
     return totals
 
 
 def residual_size(stage: Stage, world: World, place: int) -> float:
-    residual = memory(stage).residuals.get(world.names[place] if world.names else str(place))
+    residual = memory(stage).errors.get(world.names[place] if world.names else str(place))
     return 0.0 if residual is None else float(residual.abs().max())
 
 

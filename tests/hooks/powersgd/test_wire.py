@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def test_it_computes_what_is_computed_by_hand(alternate: bool, wire: Wire | None
             mean = sum((own[1] * (1 / ranks) for own in local[1:]), local[0][1] * (1 / ranks))
             assert torch.equal(vector, mean), "what is not compressed stays exact"
         for stage, residual in zip(world.stages, by_hand.residuals, strict=True):
-            torch.testing.assert_close(memory(stage).residuals["p0"], residual, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(memory(stage).errors["p0"], residual, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -57,11 +56,9 @@ def test_it_sends_the_bytes_that_it_counts(ranks: int) -> None:
     assert counted == [left + right + exact, sum(math.ceil(ranks * each / 4) for each in messages) + exact]
 
 
-@pytest.mark.parametrize(
-    ("value", "options"), [(float("inf"), {"alternate": True}), (float("nan"), {"error_dtype": torch.bfloat16})]
-)
-def test_a_gradient_that_is_not_finite_changes_no_memory_of_its_own(value: float, options: dict[str, Any]) -> None:
-    world = world_of(3, SHAPES, rank=2, wire=Int8(), **options)
+@pytest.mark.parametrize(("value", "alternate"), [(float("inf"), True), (float("nan"), False)])
+def test_a_gradient_that_is_not_finite_changes_no_memory_of_its_own(value: float, alternate: bool) -> None:
+    world = world_of(3, SHAPES, rank=2, wire=Int8(), alternate=alternate)
     for step in range(3):
         world.step(gradients(step, 3, SHAPES, torch.float32))
     before = [stage.state_dict() for stage in world.stages]
@@ -82,6 +79,5 @@ def test_a_gradient_that_is_not_finite_changes_no_memory_of_its_own(value: float
             if bool(outputs[0][place].isnan().any()):
                 assert bool(outputs[0][place].isnan().all())
                 assert torch.equal(new["residuals"][f"p{place}"], old["residuals"][f"p{place}"])
-    tolerance = 64 * EPS[options.get("error_dtype", torch.float32)]
     for step in range(4, 7):
-        check_step(world, gradients(step, 3, SHAPES, torch.float32), tolerance)
+        check_step(world, gradients(step, 3, SHAPES, torch.float32), 64 * EPS[torch.float32])

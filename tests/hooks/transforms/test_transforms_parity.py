@@ -14,7 +14,7 @@ from harness import Record, assert_parity, run_ranks, wrap
 from harness.models import DTYPES, EMPTY, MLP, UNUSED, mean_squared_error
 from overlap import AllReduce, Bucket, ClipGradNorm, Stage, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.hooks import all_reduce
-from overlap.hooks.transforms.clip import Clipping, ShardedNorm
+from overlap.hooks.transforms.clip import Clipping
 
 from . import by_hand
 from .by_hand import TRANSFORMS, after_reducer, before_reducer, reference, with_step, with_zero
@@ -152,16 +152,16 @@ def test_the_norm_can_be_read() -> None:
 
 def test_the_norm_of_parts_in_float64_is_not_rounded() -> None:
     part = torch.full((3,), 1 / 3, dtype=torch.float64)
-    norm = ShardedNorm(Clipping(0.1), [part, part[:0]], [part], part.device)
-    torch.testing.assert_close(norm.total, part.norm(), rtol=1e-15, atol=0)
+    norm = Clipping(0.1).total(Clipping(0.1).partial([part, part[:0]], part.device), [part])
+    torch.testing.assert_close(norm, part.norm(), rtol=1e-15, atol=0)
 
 
 def test_the_norm_of_parts_has_the_dtype_of_all_parameters() -> None:
     """Also on a rank that has parts of others only."""
     for dtype in (torch.float64, torch.complex128, torch.bfloat16):
         part, elsewhere = torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=dtype)
-        norm = ShardedNorm(Clipping(0.1), [part], [part, elsewhere], part.device)
-        assert norm.total.dtype == torch.nn.utils.get_total_norm([part, elsewhere]).dtype
+        norm = Clipping(0.1).total(Clipping(0.1).partial([part], part.device), [part, elsewhere])
+        assert norm.dtype == torch.nn.utils.get_total_norm([part, elsewhere]).dtype
 
 
 class _Narrow(torch.nn.Module):

@@ -51,9 +51,9 @@ def _zero(ddp: Any, **options: Any) -> ZeroRedundancyOptimizer:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ClipGradNorm(-1.0), "max_norm must be positive, got -1.0"),
-        (lambda: ClipGradNorm("1"), "max_norm is a number, got '1'"),
-        (lambda: ClipGradNorm(1.0, 0), "norm_type must be positive"),
+        (lambda: ClipGradNorm(-1.0), "max_norm must be a positive number.*got -1.0"),
+        (lambda: ClipGradNorm("1"), "max_norm must be a positive number.*got '1'"),
+        (lambda: ClipGradNorm(1.0, 0), "norm_type must be a positive number"),
     ],
 )
 def test_arguments_out_of_range_are_refused(make: Callable[[], Stage], words: str) -> None:

@@ -40,11 +40,11 @@ def errors_of(made: LocalSGD) -> dict[str, Tensor]:
 def through(wire: Wire, values: Tensor) -> Tensor:
     """``values`` as they arrive."""
     codec = wire.codec(values.numel())
-    message = torch.empty(codec.message_bytes, dtype=torch.uint8)
-    codec.encode(pad(values, (0, codec.numel - values.numel())), message)
-    arrived = torch.empty(codec.numel)
-    codec.decode(message, arrived)
-    return arrived[: values.numel()]
+    message = torch.empty(1, codec.message_bytes, dtype=torch.uint8)
+    codec.encode_rows(pad(values, (0, codec.numel - values.numel()))[None], message)
+    arrived = torch.empty(1, codec.numel)
+    codec.decode_rows(message, arrived)
+    return arrived[0, : values.numel()]
 
 
 def sum_by_hand(wire: Wire, summands: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
