@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.link import LinkError, ShapedLink, enter_namespace, parse_bandwidth
-from benchmarks.simulated import SIMULATED_BACKEND, SimulatedLink, register_simulated_backend
 from overlap._torch.device import synchronize
 from overlap.errors import ConfigurationError
 
-LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
+LinkKind = Literal["namespaces", "loopback", "direct"]
 # Imported once, by the process that all ranks are forked from: seconds each.
 _PRELOADED = (
     "torch._dynamo",
@@ -59,16 +58,9 @@ class Network:
     kind: LinkKind
     device: str
     bandwidth_bytes_per_s: float | None
-    # Of a simulated collective, besides the bytes over the bandwidth.
-    latency_s: float
     # By rank: the network namespaces of shaped links, and the variables that lead a backend to its interface.
     namespaces: tuple[str, ...]
     environments: tuple[Mapping[str, str], ...]
-
-    @property
-    def processes(self) -> int:
-        """One stands for all ranks if the link is simulated."""
-        return 1 if self.kind == "simulated" else self.ranks
 
     @property
     def timeout_s(self) -> float:
@@ -78,29 +70,16 @@ class Network:
 
 
 @contextlib.contextmanager
-def open_network(
-    ranks: int,
-    *,
-    bandwidth: str | None = None,
-    device: str = "cpu",
-    simulate: bool = False,
-    latency_us: float = 20.0,
-) -> Iterator[Network]:
+def open_network(ranks: int, *, bandwidth: str | None = None, device: str = "cpu") -> Iterator[Network]:
     """The network that this machine allows; prints a line if it is not the one that was asked for."""
     speed = None if bandwidth is None else parse_bandwidth(bandwidth)
-    needs_one_process = device == "cuda" and torch.cuda.device_count() < ranks
-    if needs_one_process and speed is None:
-        raise ConfigurationError(
-            f"ranks={ranks} have {torch.cuda.device_count()} GPU: add --bandwidth to simulate the link between them"
-        )
+    if device == "cuda" and (gpus := torch.cuda.device_count()) < ranks:
+        raise ConfigurationError(f"ranks={ranks} is more than the {gpus} GPUs of this machine: give --device cpu")
     kind: LinkKind = "loopback" if device == "cpu" else "direct"
     environments = [{"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {} for _ in range(ranks)]
     namespaces: list[str] = []
     with contextlib.ExitStack() as stack:
-        if simulate or needs_one_process:
-            kind = "simulated"
-            _say("the link is simulated: one process stands for all ranks")
-        elif speed is not None:
+        if speed is not None:
             try:
                 link = stack.enter_context(ShapedLink(ranks=ranks, bandwidth_bytes_per_s=speed))
             except LinkError as error:
@@ -114,7 +93,6 @@ def open_network(
             kind=kind,
             device=device,
             bandwidth_bytes_per_s=speed,
-            latency_s=latency_us / 1e6,
             namespaces=tuple(namespaces),
             environments=tuple(environments),
         )
@@ -169,11 +147,11 @@ def run_on_ranks(network: Network, job: Callable[..., Any], *args: Any, limit_s:
     context.set_forkserver_preload(list(_PRELOADED))
     # Python 3.11's fork server does not take over the parent's sys.path.
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in (str(Path.cwd()), *sys.path) if path))
-    barrier = context.Barrier(network.processes)
+    barrier = context.Barrier(network.ranks)
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="overlap-ranks-") as folder:
         try:
-            for rank in range(network.processes):
+            for rank in range(network.ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 arguments = (network, rank, barrier, folder, theirs, job, args)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True)
@@ -301,13 +279,9 @@ def _join(network: Network, rank: int, folder: str) -> torch.device:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "nccl"
-    if network.kind == "simulated":
-        assert network.bandwidth_bytes_per_s is not None
-        register_simulated_backend(SimulatedLink(network.bandwidth_bytes_per_s, network.latency_s))
-        backend = SIMULATED_BACKEND
     dist.init_process_group(
         backend,
-        store=dist.FileStore(str(Path(folder) / "store"), network.processes),
+        store=dist.FileStore(str(Path(folder) / "store"), network.ranks),
         rank=rank,
         world_size=network.ranks,
         timeout=timedelta(seconds=network.timeout_s),

@@ -10,7 +10,6 @@ import pytest
 from benchmarks import gpu
 from benchmarks.bench import __main__ as bench
 from benchmarks.bench.variants import registry
-from benchmarks.link import parse_bandwidth
 from benchmarks.race import __main__ as race
 
 
@@ -28,16 +27,6 @@ def test_the_benchmark_saves_a_row_for_each_variant(tmp_path: Path, capfd: pytes
     assert "overlap-fp16" in capfd.readouterr().out and "| **overlap-fp16** |" in page.read_text()
     assert bench.main(["--show", str(saved)]) == 0
     assert "overlap-fp16" in capfd.readouterr().out
-
-
-def test_a_link_can_be_simulated_in_one_process(tmp_path: Path) -> None:
-    saved = tmp_path / "out.json"
-    asked = "--device cpu --model mlp --ranks 8 --simulate --bandwidth 1gbit --steps 2 --variants overlap-zero-sgd"
-    assert bench.main([*asked.split(), "--json", str(saved)]) == 0
-    rows = json.loads(saved.read_text())["rows"]
-    assert [(row["variant"], row["status"]) for row in rows[1:]] == [("ddp-sgd", "ok"), ("overlap-zero-sgd", "ok")]
-    sent_bytes = rows[1]["bytes_sent_per_step"]
-    assert rows[1]["median_ms"] >= 1000 * sent_bytes / parse_bandwidth("1gbit")
 
 
 def test_the_dry_run_for_a_gpu_reports_checks_and_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, dest="time_limit_s", metavar="SECONDS",
                         default=default.time_limit_s, help="take fewer samples rather than longer")  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--simulate", action="store_true", help="one process, and a link that is only computed")
-    parser.add_argument("--latency-us", type=float, default=default.latency_us, help="of a simulated collective")
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument("--json", metavar="FILE", help="save the numbers")
     parser.add_argument("--show", metavar="FILE", help="run nothing: print an earlier --json FILE")

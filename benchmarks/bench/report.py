@@ -72,10 +72,9 @@ def make_report(settings: Settings, network: Network, variants: tuple[str, ...],
         "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s,
         # The speed of an all-reduce, by the bytes each rank sends: on loopback, the floors rest on it.
         "measured_bytes_per_s": round(link_bytes_per_s),
-        "simulated": network.kind == "simulated",
         "samples": {name: len(timing[name]) for name in variants if (timing := measurements.timing_of(name))},
     }
-    if network.kind in ("namespaces", "simulated"):
+    if network.kind == "namespaces":
         link_bytes_per_s = network.bandwidth_bytes_per_s or link_bytes_per_s
     rows = tuple(_row(settings, measurements, name, link_bytes_per_s) for name in variants)
     return Report(machine=measurements.profiles[0].machine, settings=shown, rows=rows)
@@ -163,7 +162,7 @@ def markdown(report: Report) -> str:
 
 
 def title(report: Report) -> str:
-    """The run on one line; says "simulated" where the link is."""
+    """The run on one line."""
     settings = report.settings
     ranks, batch_size = settings["ranks"], settings["batch_size"]
     parts = [settings["model"], f"batch {batch_size}", f"{ranks} ranks", _link_in_words(settings)]
@@ -174,8 +173,6 @@ def title(report: Report) -> str:
 
 def _link_in_words(settings: dict[str, Any]) -> str:
     measured = f"{8 * settings['measured_bytes_per_s'] / 1e9:.2g} Gbit/s measured"
-    if settings["link"] == "simulated":
-        return f"SIMULATED link of {settings['bandwidth']}, one process"
     if settings["link"] == "namespaces":
         return f"links of {settings['bandwidth']} ({measured})"
     return f"{'loopback' if settings['link'] == 'loopback' else 'NCCL'}, not shaped ({measured})"

@@ -22,7 +22,7 @@ def bench(settings: Settings) -> Report:
     """Runs the benchmark of the settings."""
     until = time.time() + settings.time_limit_s - _CLOSING_S
     variants = choose(settings)
-    with open_network(**settings.network) as network:
+    with open_network(settings.ranks, bandwidth=settings.bandwidth, device=settings.device) as network:
         return make_report(settings, network, variants, _measure(settings, network, variants, until))
 
 

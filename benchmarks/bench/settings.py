@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -48,10 +48,6 @@ class Settings:
     # For the whole run, start and end included.
     time_limit_s: float = 420.0
     device: Literal["cpu", "cuda"] = "cpu"
-    # One process that stands for all ranks, on a link that only exists in its arithmetic.
-    simulate: bool = False
-    # Of a simulated collective, besides the bytes over the bandwidth.
-    latency_us: float = 20.0
     seed: int = 0
     json: str | None = None
     markdown: str | None = None
@@ -61,7 +57,7 @@ class Settings:
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         # DDP rebuilds its buckets after the first step, and PyTorch's PowerSGD starts at the third.
-        for name, least in (("ranks", 2), ("batch_size", 1), ("steps", 1), ("warmup_steps", 3), ("latency_us", 0)):
+        for name, least in (("ranks", 2), ("batch_size", 1), ("steps", 1), ("warmup_steps", 3)):
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name}={getattr(self, name)} is too small: at least {least}")
         for name in ("bucket_cap_mb", "time_limit_s"):
@@ -70,15 +66,7 @@ class Settings:
                 raise ConfigurationError(f"{name}={value} must be positive")
         if self.bandwidth is not None:
             parse_bandwidth(self.bandwidth)
-        elif self.simulate:
-            raise ConfigurationError("simulate=True needs a bandwidth to simulate: add for example --bandwidth 10gbit")
         for name in FILES:
             path = getattr(self, name)
             if path is not None and not Path(path).resolve().parent.is_dir():
                 raise ConfigurationError(f"{name}={path!r} lies in a folder that does not exist: create it first")
-
-    @property
-    def network(self) -> dict[str, Any]:
-        """As `open_network` takes it."""
-        names = ("ranks", "bandwidth", "device", "simulate", "latency_us")
-        return {name: getattr(self, name) for name in names}

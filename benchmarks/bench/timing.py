@@ -112,18 +112,12 @@ def try_variant(world: World, settings: Settings, name: str) -> Trial:
 
 
 def _built(world: World, settings: Settings, one: Variant) -> TrainingLoop:
-    setup = TrainingSetup(
-        settings=settings,
-        device=world.device,
-        is_simulated=world.network.kind == "simulated",
-        optimizer_name=one.optimizer_name(settings),
-    )
-    return one.build(setup)
+    return one.build(TrainingSetup(settings=settings, device=world.device, optimizer_name=one.optimizer_name(settings)))
 
 
 def profile_model(world: World, settings: Settings) -> ModelProfile:
     """Measures the model without communication, and the link without the model."""
-    limit_bytes = available_bytes(world.device, world.network.processes)
+    limit_bytes = available_bytes(world.device, world.network.ranks)
     return ModelProfile(
         machine=describe_machine(),
         step=_profile_step(world, settings),
@@ -133,9 +127,7 @@ def profile_model(world: World, settings: Settings) -> ModelProfile:
 
 
 def _profile_step(world: World, settings: Settings) -> StepProfile:
-    setup = TrainingSetup(
-        settings=settings, device=world.device, is_simulated=False, optimizer_name=settings.optimizer
-    )  # fmt: skip
+    setup = TrainingSetup(settings=settings, device=world.device, optimizer_name=settings.optimizer)
     ddp = setup.ddp()
     clock = clock_for(world.device)
     marks: list[Any] = []

@@ -48,7 +48,6 @@ from overlap import (
     Quantize,
     Step,
     TopK,
-    UnsupportedError,
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
@@ -79,8 +78,6 @@ class TrainingSetup:
 
     settings: Settings
     device: torch.device
-    # Whether this process stands for all ranks.
-    is_simulated: bool
     # The variant's own, or that of `--optimizer`.
     optimizer_name: str
     group: dist.ProcessGroup = field(init=False)
@@ -356,8 +353,6 @@ def _torch_join(setup: TrainingSetup) -> TrainingLoop:
 
 @variant("overlap-join", block_steps=4)
 def _overlap_join(setup: TrainingSetup) -> TrainingLoop:
-    if setup.is_simulated:
-        raise UnsupportedError("Join talks to every rank when its block begins, and a simulated link has one process")
     ddp = setup.ddp()
     loop = setup.loop(ddp, plain(ddp, setup.make))
     batches: Iterator[int] = iter(())

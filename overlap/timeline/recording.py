@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from overlap._torch.ddp import data_parallel_parameters
 from overlap._torch.device import has_streams, recorded_event, synchronize
 from overlap._torch.optimizer import only_watches
 from overlap.errors import RegistrationError, TrainingLoopError
-from overlap.hooks import AllReduce, Bucket, Chain, Registration, Role, Stage, chain
+from overlap.hooks import AllReduce, Bucket, Chain, Role, Stage, chain
 from overlap.hooks.collectives import Operation, WholePass
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.engine.wavefront import BETWEEN_PASSES, Subject
@@ -33,7 +33,7 @@ from overlap.hooks.stage import walk
 from overlap.ranks.board import of_all_ranks
 from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, check_picture, save_reports
 
-__all__ = ["Clock", "EventClock", "Recorder", "StepRecord", "Timeline", "clock_for", "read_steps"]
+__all__ = ["Clock", "EventClock", "Recorder", "StepRecord", "Timeline", "clock_for"]
 
 # Collectives of an update that make the mean; all others that it issues gather parameters.
 _REDUCES = frozenset({"all_reduce", "reduce_scatter"})
@@ -71,56 +71,54 @@ class Timeline:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._recorder: Recorder | None = None
-        self._kinds: Mapping[str, Role] = {}
         self._title = "plain DDP"
-        self._cleanup = ExitStack()
-        self._is_recording = False
+        self._block: AbstractContextManager[None] | None = None
+        self._recorder: Recorder | None = None
+        """When the block is over."""
         self._report: Report | None = None
 
     def __enter__(self) -> Self:
-        if self._recorder is not None:
+        if self._block is not None:
             raise TrainingLoopError("a Timeline records one block; make another for the next: overlap.Timeline(ddp)")
-        with ExitStack() as cleanup:
-            registration = self._observed(cleanup)
-            self._kinds = _roles_of(registration.stage)
-            self._recorder = Recorder(clock_for(next(iter(data_parallel_parameters(self._ddp))).device))
-            registration.runtime.executor.observer = self._recorder
-            cleanup.callback(setattr, registration.runtime.executor, "observer", None)
-            cleanup.enter_context(_watching(self._ddp, self._recorder))
-            self._cleanup = cleanup.pop_all()
-        self._is_recording = True
+        block = self._recording()
+        block.__enter__()
+        self._block = block
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._recorder is not None
-        self._is_recording = False
-        if error is None:
-            self._recorder.stop()
-        self._cleanup.close()
+        assert self._block is not None
+        self._block.__exit__(kind, error, trace)
 
-    def _observed(self, cleanup: ExitStack) -> Registration:
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
         registration = registration_of(self._ddp) if isinstance(self._ddp, DistributedDataParallel) else None
-        if registration is None:
-            registration = chain(AllReduce()).register(self._ddp)
-            cleanup.callback(registration.remove)
-            return registration
-        if (observer := registration.runtime.executor.observer) is not None:
-            raise RegistrationError(
-                f"{registration.stage!r} has an observer already ({type(observer).__name__}); "
-                "leave that Timeline's block first"
-            )
-        self._title = repr(registration.stage)
-        return registration
+        with ExitStack() as cleanup:
+            if registration is None:
+                registration = chain(AllReduce()).register(self._ddp)
+                cleanup.callback(registration.remove)
+            elif (observer := registration.runtime.executor.observer) is not None:
+                raise RegistrationError(
+                    f"{registration.stage!r} has an observer already ({type(observer).__name__}); "
+                    "leave that Timeline's block first"
+                )
+            else:
+                self._title = repr(registration.stage)
+            clock = clock_for(next(iter(data_parallel_parameters(self._ddp))).device)
+            recorder = registration.runtime.executor.observer = Recorder(clock, _roles_of(registration.stage))
+            cleanup.callback(setattr, registration.runtime.executor, "observer", None)
+            cleanup.enter_context(recorder.watching(self._ddp))
+            cleanup.callback(setattr, self, "_recorder", recorder)
+            yield
+            recorder.stop()
 
     @property
     def steps(self) -> tuple[StepReport, ...]:
         """This rank's own steps; issues nothing."""
-        if self._recorder is None or self._is_recording:
+        if self._recorder is None:
             raise TrainingLoopError("a Timeline has its steps when its `with` block is over")
-        return read_steps(self._recorder.steps, self._recorder.clock, self._kinds, rank=self._ddp.process_group.rank())
+        return self._recorder.read(rank=self._ddp.process_group.rank())
 
     def report(self) -> Report:
         """The steps of all ranks; every rank calls this (or :meth:`save`) after the block.
@@ -187,20 +185,14 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(slots=True)
 class _Record:
-    """A stretch of a stage's code, or an operation that it awaited."""
+    """What an :class:`Activity` is read from."""
 
-    stage: str
+    kind: Kind
+    label: str
+    is_collective: bool
+    sent_bytes: int
     start: Any
     end: Any = None
-    label: str | None = None
-    """Of an operation."""
-    sent_bytes: int = 0
-    is_over: bool = False
-
-    def complete(self, now: Any) -> None:
-        """It, or part of it, is done. This may be called after the waiting thread has gone on already."""
-        if not self.is_over:
-            self.end = now
 
 
 @dataclass(slots=True)
@@ -224,26 +216,63 @@ class StepRecord:
 
 
 class Recorder:
-    """Takes marks for the training loop's hooks and, as an observer, for the engine that drives the stages."""
+    """Takes marks in the training loop's hooks and, as an observer, for the engine that drives the stages.
 
-    def __init__(self, clock: Clock) -> None:
+    Args:
+        clock: takes the marks.
+        roles: of each stage, by the label that it runs under.
+    """
+
+    def __init__(self, clock: Clock, roles: Mapping[str, Role]) -> None:
         self.clock = clock
         self.steps: list[StepRecord] = []
+        self._roles = roles
         self._step: StepRecord | None = None
         self._buckets: dict[tuple[int, int], _BucketRecord] = {}
         # Several of one bucket may be in flight: the gathers of its parts.
         self._in_flight: dict[Operation, _Record] = {}
         self._open: dict[str, Any] = {}
-        self._is_in_backward = False
+        """The starts of the phases that the training loop is in."""
         self._training_thread = 0
+
+    @contextmanager
+    def watching(self, ddp: DistributedDataParallel) -> Iterator[None]:
+        """Follow every forward and backward of ``ddp``, and every optimizer's step."""
+
+        def before_optimizer(*_: Any) -> None:
+            # One that calls another is taken as a whole.
+            if self._is_on_training_thread() and "optimizer" not in self._open:
+                self._open["optimizer"] = self.clock.now()
+
+        @only_watches
+        def after_optimizer(*_: Any) -> None:
+            if self._is_on_training_thread():
+                self._close("optimizer")
+
+        def before_module(module: Any, inputs: Any) -> None:
+            self._follow("buffers", "forward")
+
+        eager = torch.compiler.disable  # They are not part of a compiled forward.
+        with ExitStack() as handles:
+            # Before all other hooks: code of a registered stage before a forward belongs to that step.
+            handles.enter_context(ddp.register_forward_pre_hook(eager(self._before_forward), prepend=True))
+            handles.enter_context(ddp.module.register_forward_pre_hook(eager(before_module)))
+            handles.enter_context(ddp.register_forward_hook(eager(self._after_forward)))
+            handles.enter_context(register_optimizer_step_pre_hook(before_optimizer))
+            handles.enter_context(register_optimizer_step_post_hook(after_optimizer))
+            yield
+
+    def stop(self) -> None:
+        """The last step ends here."""
+        self._end_step(self.clock.now())
 
     # The training loop.
 
-    def before_forward(self, *, is_training: bool, syncs_buffers: bool) -> None:
-        """``is_training``: it records gradients. Any other forward ends the step and is part of none."""
+    def _before_forward(self, ddp: Any, inputs: Any) -> None:
         now = self.clock.now()
-        self._is_in_backward = False
         self._open.clear()
+        is_training = torch.is_grad_enabled()
+        # Any other forward ends the step and is part of none.
         if not is_training or self._step is None or self._step.had_backward:
             self._end_step(now)
         if is_training:
@@ -251,54 +280,39 @@ class Recorder:
             if self._step is None:
                 self._step = StepRecord(now)
                 self.steps.append(self._step)
-            self._open["buffers" if syncs_buffers else "forward"] = now
+            self._open["buffers" if ddp.will_sync_module_buffers() else "forward"] = now
 
-    def follow(self, phase: str, following: str) -> None:
+    def _after_forward(self, ddp: Any, inputs: Any, output: Any) -> None:
+        self._follow("forward", "loss")
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._on_output_gradient())
+
+    def _on_output_gradient(self) -> None:
+        """Inside backward: the gradient of an output of the model is there."""
+        if self._step is None or self._open.keys() & {"backward", "finalization"}:
+            return
+        self._step.had_backward = True
+        self._open["backward"] = self._close("loss")
+        after_gradients(lambda: self._follow("backward", "finalization"))
+        after_backward(lambda: self._close("finalization"))
+
+    def _follow(self, phase: str, following: str) -> None:
         """``phase``, if the loop is in it, ends, and ``following`` begins."""
         if phase in self._open:
-            now = self.clock.now()
-            self._close(phase, now)
-            self._open[following] = now
+            self._open[following] = self._close(phase)
 
-    def on_output_gradient(self) -> None:
-        """Inside backward: the gradient of an output of the model is there."""
-        if self._step is None or self._is_in_backward:
-            return
-        self._is_in_backward = True
-        self._step.had_backward = True
+    def _close(self, phase: str) -> Any:
+        """``phase``, if the loop is in it, ends now."""
         now = self.clock.now()
-        self._close("loss", now)
-        self._open["backward"] = now
-        after_gradients(lambda: self.follow("backward", "finalization"))
-        after_backward(self._on_backward)
-
-    def _on_backward(self) -> None:
-        self._close("finalization", self.clock.now())
-        self._is_in_backward = False
-
-    def before_optimizer(self) -> None:
-        """An optimizer's ``step()`` begins; one that calls another is taken as a whole."""
-        if self._is_on_training_thread() and "optimizer" not in self._open:
-            self._open["optimizer"] = self.clock.now()
-
-    def after_optimizer(self) -> None:
-        if self._is_on_training_thread():
-            self._close("optimizer", self.clock.now())
-
-    def stop(self) -> None:
-        """The last step ends here."""
-        self._end_step(self.clock.now())
-        self._open.clear()
+        if self._step is not None and phase in self._open:
+            self._step.phases.append((phase, self._open.pop(phase), now))
+        return now
 
     def _end_step(self, now: Any) -> None:
         if self._step is not None:
             self._step.end = now
             self._step = None
-
-    def _close(self, name: str, now: Any) -> None:
-        start = self._open.pop(name, None)
-        if start is not None and self._step is not None:
-            self._step.phases.append((name, start, now))
 
     def _is_on_training_thread(self) -> bool:
         return self._step is not None and threading.get_ident() == self._training_thread
@@ -310,14 +324,14 @@ class Recorder:
             return
         if in_backward():
             # If no tensor was found in the model's output, the first bucket shows that backward has begun.
-            self.on_output_gradient()
+            self._on_output_gradient()
         record = _BucketRecord(bucket.index, bucket.buffer.nbytes, self.clock.now())
         self._step.buckets.append(record)
         self._buckets[bucket.step, bucket.index] = record
 
     def running(self, subject: Subject, label: str) -> None:
         if (bucket := self._buckets.get((subject.step, subject.index))) is not None:
-            bucket.running = _Record(label, self.clock.now())
+            bucket.running = _Record(self._kind(label), label, False, 0, self.clock.now())
             bucket.records.append(bucket.running)
 
     def ran(self, subject: Subject, label: str) -> None:
@@ -329,12 +343,18 @@ class Recorder:
         bucket = self._buckets.get((subject.step, subject.index))
         if bucket is None or isinstance(operation, WholePass):
             return
-        launched = _Record(label, self.clock.now(), label=operation.label, sent_bytes=operation.sent_bytes)
+        kind, name = self._kind(label, operation.label), operation.label
+        launched = _Record(kind, name, True, operation.sent_bytes, self.clock.now())
         bucket.records.append(launched)
         self._in_flight[operation] = launched
+
+        def complete() -> None:
+            if operation in self._in_flight:
+                launched.end = self.clock.now()
+
         if self.clock.is_host:
-            # When it completes, not when the worker comes to wait for it.
-            operation.when_done(lambda: launched.complete(self.clock.now()))
+            # When it, or a part of it, completes, not when the worker comes to wait for it.
+            operation.when_done(complete)
 
     def waiting(self, subject: Subject, operation: Operation) -> None:
         if self.clock.is_host and self._is_on_training_thread():
@@ -342,42 +362,57 @@ class Recorder:
 
     def finished(self, subject: Subject, operation: Operation) -> None:
         if self.clock.is_host and self._is_on_training_thread():
-            self._close("wait", self.clock.now())
-        if (over := self._in_flight.pop(operation, None)) is not None:
-            if over.end is None:
-                over.end = self.clock.now()
-            over.is_over = True
+            self._close("wait")
+        over = self._in_flight.pop(operation, None)
+        if over is not None and over.end is None:
+            over.end = self.clock.now()
 
+    def _kind(self, stage: str, operation: str | None = None) -> Kind:
+        """Of a stage's code, or of an operation that it awaits."""
+        if stage == BETWEEN_PASSES:
+            return "gather"  # Everything else that runs between passes belongs to no bucket.
+        role = self._roles.get(stage)
+        if role is Role.AVERAGER:
+            return "average"
+        if role is Role.TRANSFORM:
+            return "transform"
+        if role is not Role.UPDATE or operation in _REDUCES:
+            return "reduce"
+        return "update" if operation is None else "gather"
 
-@contextmanager
-def _watching(ddp: DistributedDataParallel, recorder: Recorder) -> Iterator[None]:
-    """Report every forward and backward of ``ddp`` and every optimizer's step to ``recorder``."""
+    # From marks to milliseconds.
 
-    def before_forward(module: Any, inputs: Any) -> None:
-        recorder.before_forward(is_training=torch.is_grad_enabled(), syncs_buffers=bool(ddp.will_sync_module_buffers()))
+    def read(self, *, rank: int) -> tuple[StepReport, ...]:
+        """Each step with times from its own start."""
+        self.clock.settle()
+        return tuple(
+            StepReport(
+                rank=rank,
+                step=number,
+                step_ms=self.clock.elapsed_ms(record.start, record.end),
+                phases=tuple(Phase(*self._times(record, start, end), name) for name, start, end in record.phases),
+                buckets=tuple(self._read_bucket(record, bucket) for bucket in record.buckets),
+            )
+            for number, record in enumerate(self.steps)
+            if record.end is not None  # The recording was broken off inside of it.
+        )
 
-    def after_forward(module: Any, inputs: Any, output: Any) -> None:
-        recorder.follow("forward", "loss")
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: recorder.on_output_gradient())
+    def _read_bucket(self, step: StepRecord, bucket: _BucketRecord) -> BucketReport:
+        activities = [
+            Activity(*self._times(step, one.start, one.end), one.kind, one.label, one.is_collective, one.sent_bytes)
+            for one in bucket.records
+        ]
+        return BucketReport(
+            index=bucket.index,
+            gradient_bytes=bucket.gradient_bytes,
+            ready_ms=self.clock.elapsed_ms(step.start, bucket.ready),
+            activities=tuple(sorted((one for one in activities if one.duration_ms >= 0), key=lambda one: one.start_ms)),
+        )
 
-    @only_watches
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        recorder.after_optimizer()
-
-    def eager(hook: Callable[..., None]) -> Any:
-        return torch.compiler.disable(hook)  # It is not part of a compiled forward.
-
-    with ExitStack() as handles:
-        # Before all other hooks: code of a registered stage before a forward belongs to that step.
-        handles.enter_context(ddp.register_forward_pre_hook(eager(before_forward), prepend=True))
-        before_module = eager(lambda module, inputs: recorder.follow("buffers", "forward"))
-        handles.enter_context(ddp.module.register_forward_pre_hook(before_module))
-        handles.enter_context(ddp.register_forward_hook(eager(after_forward)))
-        handles.enter_context(register_optimizer_step_pre_hook(lambda *_: recorder.before_optimizer()))
-        handles.enter_context(register_optimizer_step_post_hook(after_step))
-        yield
+    def _times(self, step: StepRecord, start: Any, end: Any) -> tuple[float, float]:
+        """From the step's start; what has no end lasts until the step's."""
+        since = self.clock.elapsed_ms
+        return since(step.start, start), since(step.start, step.end if end is None else end)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -392,63 +427,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-# From marks to milliseconds --------------------------------------------------------------------------------------
-
-
 def _roles_of(root: Stage) -> dict[str, Role]:
     """The role of each stage, by the label that it runs under."""
     roles = {repr(stage): stage.role for stage in walk(root)}
     if isinstance(root, Chain):
         roles[repr(root)] = root.sequence[0].role  # Its own code only calls the first stage.
     return roles
-
-
-def read_steps(
-    records: Sequence[StepRecord], clock: Clock, roles: Mapping[str, Role], *, rank: int
-) -> tuple[StepReport, ...]:
-    """Each step with times from its own start."""
-    clock.settle()
-    steps = []
-    for number, record in enumerate(records):
-        if record.end is None:
-            continue  # The recording was broken off inside of it.
-
-        def read(mark: Any, record: StepRecord = record) -> float:
-            return clock.elapsed_ms(record.start, record.end if mark is None else mark)
-
-        phases = tuple(Phase(read(start), read(end), name) for name, start, end in record.phases)
-        buckets = tuple(_read_bucket(bucket, read, roles) for bucket in record.buckets)
-        step_ms = read(record.end)
-        steps.append(StepReport(rank=rank, step=number, step_ms=step_ms, phases=phases, buckets=buckets))
-    return tuple(steps)
-
-
-def _read_bucket(bucket: _BucketRecord, read: Callable[[Any], float], roles: Mapping[str, Role]) -> BucketReport:
-    activities = [
-        Activity(
-            read(one.start),
-            read(one.end),
-            _kind(one, roles),
-            one.label or one.stage,
-            is_collective=one.label is not None,
-            sent_bytes=one.sent_bytes,
-        )
-        for one in bucket.records
-    ]
-    valid = sorted((one for one in activities if one.end_ms >= one.start_ms), key=lambda one: one.start_ms)
-    return BucketReport(
-        index=bucket.index, gradient_bytes=bucket.gradient_bytes, ready_ms=read(bucket.ready), activities=tuple(valid)
-    )
-
-
-def _kind(record: _Record, roles: Mapping[str, Role]) -> Kind:
-    role = roles.get(record.stage)
-    if record.stage == BETWEEN_PASSES:
-        return "gather"  # Everything else that runs between passes belongs to no bucket.
-    if role is Role.AVERAGER:
-        return "average"
-    if role is Role.TRANSFORM:
-        return "transform"
-    if role is not Role.UPDATE or record.label in _REDUCES:
-        return "reduce"
-    return "update" if record.label is None else "gather"

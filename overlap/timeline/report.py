@@ -31,11 +31,7 @@ class Interval:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as intervals in order that do not touch.
-
-    >>> union([Interval(4, 5), Interval(0, 2), Interval(1, 3)])
-    [Interval(start_ms=0, end_ms=3), Interval(start_ms=4, end_ms=5)]
-    """
+    """The same moments as intervals in order that do not touch."""
     merged: list[Interval] = []
     for one in sorted(intervals, key=lambda one: one.start_ms):
         if merged and one.start_ms <= merged[-1].end_ms:
@@ -46,11 +42,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """The moments that are in both.
-
-    >>> intersection([Interval(0, 3)], [Interval(1, 2), Interval(2.5, 9)])
-    [Interval(start_ms=1, end_ms=2), Interval(start_ms=2.5, end_ms=3)]
-    """
+    """The moments that are in both."""
     others = union(right)
     both = (
         Interval(max(one.start_ms, other.start_ms), min(one.end_ms, other.end_ms))
@@ -61,11 +53,7 @@ def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[In
 
 
 def without(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """The moments of ``left`` that are not in ``right``.
-
-    >>> without([Interval(0, 3)], [Interval(1, 2)])
-    [Interval(start_ms=0, end_ms=1), Interval(start_ms=2, end_ms=3)]
-    """
+    """The moments of ``left`` that are not in ``right``."""
     holes = union(right)
     starts = [float("-inf"), *(hole.end_ms for hole in holes)]
     ends = [*(hole.start_ms for hole in holes), float("inf")]
@@ -73,11 +61,7 @@ def without(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interva
 
 
 def length_ms(intervals: Iterable[Interval]) -> float:
-    """How long they are together, overlaps counted once.
-
-    >>> length_ms([Interval(0, 2), Interval(1, 3), Interval(5, 6)])
-    4
-    """
+    """How long they are together, overlaps counted once."""
     return sum(one.duration_ms for one in union(intervals))
 
 
@@ -160,16 +144,6 @@ class StepReport:
     step_ms: float
     phases: tuple[Phase, ...]
     buckets: tuple[BucketReport, ...]
-
-    @property
-    def forward(self) -> Interval | None:
-        """The forward (of several, from the first to the last)."""
-        return hull(self.in_phase("forward"))
-
-    @property
-    def backward(self) -> Interval | None:
-        """From the gradient of the model's output to the last gradient; DDP's finalization comes after it."""
-        return hull(self.in_phase("backward"))
 
     @cached_property
     def waits(self) -> list[Interval]:
@@ -360,7 +334,7 @@ def _draw(axes: Any, steps: Sequence[StepReport]) -> set[str]:
     meanings = set()
     for rank, step in enumerate(steps):
         top = len(_LANES) * rank
-        for lane, bars in enumerate((_computed(step), _activities(step, True), _activities(step, False))):
+        for lane, bars in enumerate(_lanes(step)):
             for meaning, one, index in bars:
                 meanings.add(meaning)
                 # Buckets in flight at the same time, one above the other.
@@ -378,15 +352,13 @@ def _draw(axes: Any, steps: Sequence[StepReport]) -> set[str]:
     return meanings
 
 
-def _computed(step: StepReport) -> Iterator[_Bar]:
-    for phase in step.phases:
-        if phase.name not in ("buffers", "wait"):
-            yield from ((phase.name, part, None) for part in without([phase], step.waits))
-    yield from (("exposed communication", part, None) for part in intersection(step.waits, step.communication))
-
-
-def _activities(step: StepReport, is_collective: bool) -> Iterator[_Bar]:
-    if is_collective:
-        yield from (("buffers", phase, None) for phase in step.in_phase("buffers"))
-    for bucket in step.buckets:
-        yield from ((one.kind, one, bucket.index) for one in bucket.activities if one.is_collective is is_collective)
+def _lanes(step: StepReport) -> Iterator[list[_Bar]]:
+    """The bars of each lane."""
+    phases = [phase for phase in step.phases if phase.name not in ("buffers", "wait")]
+    computed = [(phase.name, part, None) for phase in phases for part in without([phase], step.waits)]
+    exposed = intersection(step.waits, step.communication)
+    yield [*computed, *(("exposed communication", part, None) for part in exposed)]
+    of_buckets = [(bucket.index, one) for bucket in step.buckets for one in bucket.activities]
+    buffers = [("buffers", phase, None) for phase in step.in_phase("buffers")]
+    yield [*buffers, *((one.kind, one, index) for index, one in of_buckets if one.is_collective)]
+    yield [(one.kind, one, index) for index, one in of_buckets if not one.is_collective]

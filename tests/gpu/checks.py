@@ -182,7 +182,9 @@ def _timeline(scenario: Scenario, rank: int, device: torch.device) -> None:
     for own in timeline.report().steps:
         assert len(own.buckets) >= 3 and 0 < own.exposed_ms <= own.communication_ms < own.step_ms
         for bucket in own.buckets:
-            assert own.backward.start_ms <= bucket.ready_ms <= bucket.reduce.start_ms < bucket.reduce.end_ms
+            assert (
+                own.in_phase("backward")[0].start_ms <= bucket.ready_ms <= bucket.reduce.start_ms < bucket.reduce.end_ms
+            )
             assert bucket.update is not None
             assert bucket.reduce.end_ms <= bucket.update.start_ms < bucket.update.end_ms <= own.step_ms
 

@@ -34,7 +34,7 @@ from overlap.hooks import Role, all_gather, reduce_scatter
 from overlap.hooks.engine.registration import registration_of
 from overlap.optim.zero import shards
 from overlap.timeline import StepReport, profile
-from overlap.timeline.recording import EventClock, Recorder, StepRecord, read_steps
+from overlap.timeline.recording import EventClock, Recorder, StepRecord
 
 shards._LEAST_BYTES = 1000  # A part for each layer of 16 x 16.
 
@@ -48,13 +48,12 @@ def run_backward(ddp: Any, step: int, rank: int) -> None:
 
 
 def _is_in_order(step: StepReport) -> None:
-    assert step.forward is not None and step.backward is not None
-    assert 0 <= step.forward.start_ms < step.forward.end_ms <= step.backward.start_ms
-    assert step.backward.start_ms < step.backward.end_ms < step.step_ms
+    (forward,), (backward,) = step.in_phase("forward"), step.in_phase("backward")
+    assert 0 <= forward.start_ms < forward.end_ms <= backward.start_ms < backward.end_ms < step.step_ms
     assert [bucket.index for bucket in step.buckets] == list(range(len(step.buckets))) and len(step.buckets) >= 3
     for bucket in step.buckets:
         assert bucket.reduce is not None
-        assert step.backward.start_ms < bucket.ready_ms <= step.backward.end_ms
+        assert backward.start_ms < bucket.ready_ms <= backward.end_ms
         assert bucket.ready_ms < bucket.reduce.start_ms < bucket.reduce.end_ms <= bucket.done_ms < step.step_ms
         if bucket.update is not None:
             assert bucket.update.start_ms >= bucket.reduce.end_ms - 0.5
@@ -255,7 +254,7 @@ def an_output_that_hides_its_tensors(rank: int, world_size: int) -> None:
         for step in range(3):
             ddp(*MLP.batch(step, rank).inputs).output.sum().backward()
     for own in timeline.steps[1:]:
-        assert own.backward is not None and own.backward.start_ms <= own.buckets[0].ready_ms
+        assert own.in_phase("backward")[0].start_ms <= own.buckets[0].ready_ms
         assert own.in_phase("finalization")
 
 
@@ -440,12 +439,12 @@ class FakeStreams(DeviceStreams):
 
 
 def test_a_device_is_waited_for_once_when_all_is_recorded() -> None:
-    recorder = Recorder(events := EventClock(torch.device("cuda:3")))
+    recorder = Recorder(events := EventClock(torch.device("cuda:3")), {})
     with streams_replaced(FakeStreams()):
         for _ in range(3):
             start, mark, end = events.now(), events.now(), events.now()
             recorder.steps.append(StepRecord(start, end, phases=[("forward", start, mark)]))
         assert FakeEvent.waits == [], "during the recording"
-        steps = read_steps(recorder.steps, events, {}, rank=0)
+        steps = recorder.read(rank=0)
     assert not events.is_host
     assert [(step.step_ms, step.phases[0].end_ms) for step in steps] == [(5.0, 2.5)] * 3
