@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,10 +23,10 @@ from overlap._torch.ddp import uncompiled
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.plan.candidates import METHODS, PLAIN, allowed, build, obstacle
-from overlap.plan.race import Race, Training, copied, generators_restored
+from overlap.plan.race import Race, device_of, generators_restored
 from overlap.ranks.board import Agreement
 
-__all__ = ["Plan", "Row", "auto", "check_arguments", "decide", "is_surely_faster", "quartiles"]
+__all__ = ["Plan", "Row", "auto", "decide", "is_surely_faster", "quartiles"]
 
 # By how much a candidate must be faster than plain DDP to take its place.
 _MARGIN = 0.02
@@ -104,13 +103,17 @@ def auto(
     with Agreement(group, "call overlap.auto") as agreement:
         options = {} if ddp_options is None else ddp_options
         allow = allow if isinstance(allow, str) or not isinstance(allow, Iterable) else tuple(allow)
-        check_arguments(
-            model=model, optimizer=optimizer, sample=sample, loss=loss, allow=allow, updates=updates, plan=plan,
-            seconds=seconds, ddp_options=options,
-        )  # fmt: skip
-        end_s += seconds
-        trained = [[name, list(p.shape), str(p.dtype)] for name, p in model.named_parameters() if p.requires_grad]
         candidates = allowed(allow, updates)
+        end_s += check_number("seconds", seconds, above=0)
+        if not isinstance(options, Mapping):
+            raise ConfigurationError(f"ddp_options={told(options)} is not a dict of DDP's arguments")
+        if plan is not None and not isinstance(plan, Plan):
+            raise ConfigurationError(f"plan is a {described(plan)}: give Plan.load(path), or leave it out")
+        _check_model(model)
+        _check_optimizer(optimizer, model)
+        if plan is None:
+            _check_loss(sample, loss)
+        trained = [[name, list(p.shape), str(p.dtype)] for name, p in model.named_parameters() if p.requires_grad]
         given = {
             "plans": None if plan is None else plan.method,
             "models": trained,
@@ -123,8 +126,11 @@ def auto(
                 shown = f", {values}" if what == "plans" else ""
                 raise ConfigurationError(f"ranks were given different {what}{shown}: give the same on all")
         if plan is None:
-            assert sample is not None and loss is not None
-            chosen = _raced(Training(model, optimizer, loss), sample, candidates, options, group, agreement, end_s)
+            with (
+                generators_restored(device_of(model)),
+                Race(agreement, group, (model, optimizer, loss), sample, ddp_options=options) as race,
+            ):
+                chosen = _raced(race, candidates, optimizer, agreement, end_s, len(trained))
         else:
             chosen = plan
             if plan.ranks != agreement.size or plan.parameters not in (None, len(trained)):
@@ -141,32 +147,21 @@ def auto(
 
 
 def _raced(
-    own: Training,
-    sample: Sequence[Any],
-    candidates: list[str],
-    ddp_options: Mapping[str, Any],
-    group: dist.ProcessGroup,
-    agreement: Agreement,
-    end_s: float,
+    race: Race, candidates: list[str], optimizer: Optimizer, agreement: Agreement, end_s: float, parameters: int
 ) -> Plan:
     """The plan that a race of copies decides."""
+    found = {one: obstacle(METHODS[one], optimizer) for one in candidates}
     notes: dict[str, str] = {}
-    with (
-        generators_restored(own.device),
-        Race(agreement, group, partial(copied, own), sample, ddp_options=ddp_options) as race,
-    ):
-        race.add_plain()
-        refused = {one: obstacle(METHODS[one], own.optimizer) for one in candidates}
-        for of_rank in agreement.agree({one: why for one, why in refused.items() if why is not None}):
-            notes |= of_rank
-        last = race.run([one for one in candidates if one not in notes and one != PLAIN], end_s=end_s)
-    notes.update(race.refused)
+    for of_rank in agreement.agree({one: why for one, why in found.items() if why is not None}):
+        notes |= of_rank
+    last = race.run([one for one in candidates if one not in notes and one != PLAIN], end_s=end_s)
+    notes |= race.refused
     rows = [
         Row(
             method=one,
-            measured_ms=statistics.median(race.samples[one]) if race.samples.get(one) else None,
-            ratio=quartiles(race.ratios[one]) if race.ratios.get(one) else None,
-            rounds=len(race.samples.get(one, ())),
+            measured_ms=statistics.median(samples) if (samples := race.samples.get(one)) else None,
+            ratio=quartiles(ratios) if (ratios := race.ratios.get(one)) else None,
+            rounds=len(samples or ()),
             note=notes.get(one, ""),
         )
         for one in candidates
@@ -177,33 +172,11 @@ def _raced(
         ranks=agreement.size,
         rows=tuple(sorted(rows, key=lambda row: (row.measured_ms is None, row.measured_ms))),
         reason=reason,
-        parameters=sum(parameter.requires_grad for parameter in own.model.parameters()),
+        parameters=parameters,
     )
 
 
-def check_arguments(
-    *,
-    model: Any,
-    optimizer: Any,
-    sample: Any,
-    loss: Any,
-    allow: Any,
-    updates: Any,
-    plan: Any,
-    seconds: Any,
-    ddp_options: Any,
-) -> None:
-    """Raises: ConfigurationError, UnsupportedError: an argument of :func:`auto` is wrong; the message names it."""
-    _check_model(model)
-    _check_optimizer(optimizer, model)
-    allowed(allow, updates)
-    check_number("seconds", seconds, above=0)
-    if not isinstance(ddp_options, Mapping):
-        raise ConfigurationError(f"ddp_options={told(ddp_options)} is not a dict of DDP's arguments")
-    if plan is not None:
-        if not isinstance(plan, Plan):
-            raise ConfigurationError(f"plan is a {described(plan)}: give Plan.load(path), or leave it out")
-        return
+def _check_loss(sample: Any, loss: Any) -> None:
     if not isinstance(sample, (tuple, list)) or len(sample) < 2:
         got = f"{len(sample)} entries" if isinstance(sample, (tuple, list)) else described(sample)
         raise ConfigurationError(
@@ -360,13 +333,10 @@ class Plan:
 
     def __str__(self) -> str:
         """The rows as a table, the chosen one marked, and the reason."""
-        lines = [("", *_HEADINGS), *(self._cells(row) for row in self.rows)]
+        lines = [("", *_HEADINGS), *map(self._cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = [
-            f"{mark:{widths[0]}}  {name:{widths[1]}}  {update:{widths[2]}}  {ms:>{widths[3]}}  {ratio:>{widths[4]}}  "
-            f"{rounds:>{widths[5]}}  {result}"
-            for mark, name, update, ms, ratio, rounds, result in lines
-        ]
+        aligned = [f"{side}{width}" for side, width in zip("<<<>>><", widths, strict=True)]
+        table = ["  ".join(map(format, line, aligned)).rstrip() for line in lines]
         return "\n".join([*table, "", self.reason])
 
     def _cells(self, row: Row) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -45,7 +44,7 @@ from overlap.plan.candidates import METHODS, PLAIN, build
 from overlap.ranks.board import Agreement, group_all_reduce
 from overlap.ranks.machines import forget
 
-__all__ = ["FEWEST_ROUNDS", "Race", "Training", "copied", "generators_restored"]
+__all__ = ["FEWEST_ROUNDS", "Race", "device_of", "generators_restored"]
 
 # DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
@@ -57,18 +56,13 @@ FEWEST_ROUNDS, _MOST_ROUNDS = 5, 200
 _TIMEOUT = timedelta(minutes=5)
 
 
-@dataclass(frozen=True)
-class Training:
-    """A model, its optimizer and its loss; all of them copies, or all the user's own."""
+Training = tuple[nn.Module, Optimizer, Callable[..., Any]]
+"""A model, its optimizer and its loss."""
 
-    model: nn.Module
-    optimizer: Optimizer
-    loss: Callable[..., Any]
 
-    @property
-    def device(self) -> torch.device:
-        """Of the trained parameters."""
-        return next(parameter.device for parameter in self.model.parameters() if parameter.requires_grad)
+def device_of(model: nn.Module) -> torch.device:
+    """Of the trained parameters."""
+    return next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
 
 
 def copied(own: Training) -> Training:
@@ -78,7 +72,7 @@ def copied(own: Training) -> Training:
         UnsupportedError: something in it cannot be copied.
     """
     try:
-        model, optimizer, loss = copy.deepcopy((own.model, own.optimizer, own.loss))
+        model, optimizer, loss = copy.deepcopy(own)
     except Exception as error:
         raise UnsupportedError(
             f"model, optimizer or loss cannot be copied ({type(error).__name__}: {error}): choose on another run of "
@@ -88,7 +82,7 @@ def copied(own: Training) -> Training:
     for group in optimizer.param_groups:
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    return Training(model, optimizer, loss)
+    return model, optimizer, loss
 
 
 @contextlib.contextmanager
@@ -109,36 +103,30 @@ def generators_restored(device: torch.device) -> Iterator[None]:
             module.set_rng_state(on_device, device)
 
 
-def loss_of(model: nn.Module, loss: Callable[..., Any], sample: Sequence[Any]) -> Tensor:
-    """The loss of ``sample``.
-
-    Raises:
-        ConfigurationError: it is not a scalar that backward could start from.
-    """
-    *inputs, target = sample
-    value = loss(model(*inputs), target)
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        without = ", without a gradient" if isinstance(value, Tensor) and not value.requires_grad else ""
-        raise ConfigurationError(
-            f"loss returned {got}{without}: give a function of (output, target) that returns a tensor of one element "
-            "that depends on the output"
-        )
-    return value
-
-
 class _Lane:
     """A copy in DDP, ready to step."""
 
-    def __init__(self, candidate: str, ddp: DistributedDataParallel, training: Training) -> None:
-        self.candidate, self.ddp = candidate, ddp
-        self.optimizer: Optimizer = training.optimizer
-        self.loss, self.device = training.loss, training.device
-        self.step_ms = 0.0  # The same on all ranks.
+    def __init__(
+        self, candidate: str, ddp: DistributedDataParallel, optimizer: Optimizer, loss: Callable[..., Any]
+    ) -> None:
+        self.candidate, self.ddp, self.optimizer, self.loss = candidate, ddp, optimizer, loss
+        self.device = device_of(ddp)
+        self.step_ms = 0.0
+        """Of the slowest rank; 0 before the first step."""
 
     def step(self, batch: Sequence[Any]) -> None:
+        """Raises: ConfigurationError: the loss is not a scalar that backward could start from."""
         self.optimizer.zero_grad()
-        loss_of(self.ddp, self.loss, batch).backward()
+        *inputs, target = batch
+        value = self.loss(self.ddp(*inputs), target)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            without = ", without a gradient" if isinstance(value, Tensor) and not value.requires_grad else ""
+            raise ConfigurationError(
+                f"loss returned {got}{without}: give a function of (output, target) that returns a tensor of one "
+                "element that depends on the output"
+            )
+        value.backward()
         self.optimizer.step()
 
     def finish(self) -> None:
@@ -147,7 +135,7 @@ class _Lane:
 
 
 class Race:
-    """Candidates on copies and a sample of this rank, beside plain DDP; see [Note: the race].
+    """Candidates on copies of ``own`` and a sample of this rank, beside plain DDP; see [Note: the race].
 
     Communication: collectives on a group of the ranks of ``group``, which is gone when the block ends.
     """
@@ -156,13 +144,13 @@ class Race:
         self,
         agreement: Agreement,
         group: dist.ProcessGroup,
-        copied: Callable[[], Training],
+        own: Training,
         sample: Sequence[Any],
         *,
         ddp_options: Mapping[str, Any],
     ) -> None:
         self._agreement, self._ranks = agreement, dist.get_process_group_ranks(group)
-        self._copied, self._sample, self._ddp_options = copied, sample, ddp_options
+        self._own, self._sample, self._ddp_options = own, sample, ddp_options
         self.samples: dict[str, list[float]] = {PLAIN: []}
         """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of plain DDP, in all."""
         self.ratios: dict[str, list[float]] = {}
@@ -172,12 +160,11 @@ class Race:
         self.is_complete = True
         """Whether the time was enough for all."""
         self._group: dist.ProcessGroup | None = None
+        """Of the lanes; made where there is none."""
         self._abandoned: list[dist.ProcessGroup] = []
         """Kept longer than the lanes. A reducer that frees a Gloo group waits, with the GIL, for the group's threads,
         and one of these waits for the GIL if it frees a collective that has failed; Python frees a group without it."""
         self._lanes: dict[str, _Lane] = {}
-        self._add_ms = 0.0
-        """How long it takes to build a candidate, with its first steps."""
 
     def __enter__(self) -> Self:
         return self
@@ -194,35 +181,19 @@ class Race:
             forget(self._group)
             dist.destroy_process_group(self._group)
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """Made where there is none; all ranks come at the same time."""
-        if self._group is None:
-            is_local = len(self._ranks) < dist.get_world_size()
-            self._group = dist.new_group(self._ranks, timeout=_TIMEOUT, use_local_synchronization=is_local)
-            assert self._group is not None, "this rank is one of them"
-        return self._group
-
-    def add_plain(self) -> float:
-        """Build it, unless it is there; returns ms a step. Raises: ConfigurationError: it does not take the model."""
-        start_s = time.monotonic()
-        lane = self._lanes.get(PLAIN)
-        if lane is None:
-            lane = self._add(PLAIN)
-            self._add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s))[0]
-        if lane is None:
-            raise ConfigurationError(f"{PLAIN} does not take this model: {self.refused[PLAIN]}")
-        if not self.samples[PLAIN]:
-            self.samples[PLAIN].append(lane.step_ms)
-        return lane.step_ms
-
     def run(self, entrants: Sequence[str], *, end_s: float) -> str | None:
         """Race until ``end_s`` of rank 0's monotonic clock; returns the candidate of the last heat, if there was one.
 
         Where the time is short, the first of ``entrants`` race.
+
+        Raises:
+            ConfigurationError: plain DDP does not take the model.
         """
-        step_ms, field = self.add_plain(), list(entrants)
-        last_ms = self._add_ms + FEWEST_ROUNDS * 2 * max(step_ms, _SAMPLE_MS)
+        start_s, plain = time.monotonic(), self._plain()
+        add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s))[0]
+        last_ms = add_ms + FEWEST_ROUNDS * 2 * max(plain.step_ms, _SAMPLE_MS)
+        self.samples[PLAIN].append(plain.step_ms)
+        field = list(entrants)
         while field:
             heats, is_last = len(field).bit_length(), len(field) == 1
             start_s = time.monotonic()
@@ -233,17 +204,22 @@ class Race:
                 if is_short and not (is_last and one in self.ratios):
                     self.is_complete = False
                     break
-                self.compare(one, until_s=start_s + place * share_s, least=FEWEST_ROUNDS if is_last else 1)
+                self._compare(one, until_s=start_s + place * share_s, least=FEWEST_ROUNDS if is_last else 1)
             field = [one for one in field if one in self.ratios and one not in self.refused]
             if is_last:
                 return field[0] if field else None
             field = sorted(field, key=lambda one: statistics.median(self.ratios[one]))[: max(1, len(field) // 2)]
         return None
 
-    def compare(self, candidate: str, *, until_s: float, least: int) -> None:
+    def _plain(self) -> _Lane:
+        lane = self._lanes.get(PLAIN) or self._add(PLAIN)
+        if lane is None:
+            raise ConfigurationError(f"{PLAIN} does not take this model: {self.refused[PLAIN]}")
+        return lane
+
+    def _compare(self, candidate: str, *, until_s: float, least: int) -> None:
         """Rounds of ``candidate`` and of plain DDP, up to a time of rank 0, but at least so many."""
-        self.add_plain()
-        plain, lane = self._lanes[PLAIN], self._add(candidate)
+        plain, lane = self._plain(), self._add(candidate)
         if lane is None:
             return
         samples = self.samples[candidate] = list[float]()
@@ -267,13 +243,15 @@ class Race:
 
     def _add(self, candidate: str) -> _Lane | None:
         """Build ``candidate`` on a copy, and take its first steps; ``None`` where a rank could not."""
-        group = self.group
         gc.collect()  # The copies before, whose parameters and stages are in cycles.
+        if self._group is None:
+            is_local = len(self._ranks) < dist.get_world_size()
+            self._group = dist.new_group(self._ranks, timeout=_TIMEOUT, use_local_synchronization=is_local)
 
         def wrapped() -> None:
-            training = self._copied()
-            ddp = DistributedDataParallel(training.model, process_group=group, init_sync=False, **self._ddp_options)
-            self._lanes[candidate] = _Lane(candidate, ddp, training)
+            model, optimizer, loss = copied(self._own)
+            ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, **self._ddp_options)
+            self._lanes[candidate] = _Lane(candidate, ddp, optimizer, loss)
 
         def built() -> None:
             lane = self._lanes[candidate]
@@ -302,7 +280,10 @@ class Race:
         try:
             result = run()
         except Exception as error:
-            refusal = self._refusal(error)
+            if isinstance(error, ConfigurationError):
+                refusal = str(error)
+            elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+                refusal = f"out of memory on rank {self._agreement.rank}"
             self._abandon(error)
             if refusal is None and not isinstance(error, CollectiveError) and not has_lost_connection(error):
                 raise
@@ -318,24 +299,16 @@ class Race:
             raise failure
         return [value for _, value in found]
 
-    def _refusal(self, error: BaseException) -> str | None:
-        """Why ``error`` is a reason to leave out a candidate."""
-        if isinstance(error, ConfigurationError):
-            return str(error)
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        return f"out of memory on rank {self._agreement.rank}" if is_memory else None
-
     def _sample_ms(self, lane: _Lane) -> float:
         """Ms a step on this rank; all ranks start together."""
         steps = max(1, math.ceil(_SAMPLE_MS / lane.step_ms)) if lane.step_ms else 1
-        batches = [copy.deepcopy(self._sample) for _ in range(steps)]
         # An untimed step before them: what it leaves to the next forward stands for what the last one leaves.
-        gathers_in_forward = METHODS[lane.candidate].update == "sharded, gathered in forward"
-        lead_in_batches = [copy.deepcopy(self._sample)] if gathers_in_forward and lane.step_ms else []
+        leads_in = METHODS[lane.candidate].update == "sharded, gathered in forward" and lane.step_ms > 0
+        batches = [copy.deepcopy(self._sample) for _ in range(steps + leads_in)]
         # Before the lead-in: behind it, what it leaves to the next forward would arrive while ranks wait here.
-        group_all_reduce(torch.zeros(1, device=lane.device), group=self.group)
-        for batch in lead_in_batches:
-            lane.step(batch)
+        group_all_reduce(torch.zeros(1, device=lane.device), group=lane.ddp.process_group)
+        if leads_in:
+            lane.step(batches.pop())
         _settle(lane.device)
         start_s = time.perf_counter()
         for batch in batches:
