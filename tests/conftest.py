@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from harness import run_ranks, start_server
+
+# Hundreds of processes import the package and its tests: compiled once, also where Python writes no bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_ranks
 from benchmarks.bench import __main__ as bench
 from benchmarks.bench.variants import registry
 from benchmarks.race import __main__ as race
+from harness import run_ranks
 
 
 def test_the_benchmark_saves_a_row_for_each_variant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +37,33 @@ def test_the_benchmark_saves_a_row_for_each_variant(tmp_path: Path, capfd: pytes
     assert "overlap-fp16" in capfd.readouterr().out
 
 
-def test_the_dry_run_for_a_gpu_reports_checks_and_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def _steps(rank: int, world_size: int, argv: list[str]) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    dist.init_process_group = dist.destroy_process_group = lambda *backend, **options: None
+    sys.argv = argv
+    gpu_ranks.main()
+
+
+def test_the_dry_run_for_a_gpu_reports_checks_and_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With ranks that are forked in the place of torchrun's, and the checks in this process."""
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        status: Any = 0
+        if command[2] == "gpu":
+            monkeypatch.setattr(sys, "argv", command[2:])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module("gpu", run_name="__main__")
+            status = ended.value.code
+        else:
+            launcher, argv = command[2:6], command[6:]
+            assert launcher == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            assert argv[:2] == ["-m", gpu_ranks.__name__]
+            run_ranks(_steps, 2, argv[1:])
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(subprocess, "run", run)
     asked = ["--only", "sharded, deferred", "--rows", "in forward"]
     assert gpu.main(["--device", "cpu", "--budget", "200", "--folder", str(tmp_path), *asked]) == 0
     report = (tmp_path / "report.md").read_text()

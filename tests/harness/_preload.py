@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
 import threading
 import warnings
 
@@ -17,6 +18,7 @@ _MODULES = (
     "torch.nn.parallel",
     "torch._dynamo",  # the first DDP constructor imports it: 2.4 s
     "torch._inductor",
+    "torch._functorch.aot_autograd",  # and so does the first torch.compile(): 1.2 s
     "numpy",
     "cloudpickle",
     "pytest",  # every test module that a rank imports needs these two
@@ -29,6 +31,9 @@ _MODULES = (
     "overlap.resume",
     "overlap.timeline",
 )
+
+# Options of the interpreter that started the server have come along; see tests/conftest.py.
+sys.dont_write_bytecode = False
 
 # What some tests need besides, where it is installed.
 _MORE = os.environ.get("OVERLAP_TESTS_PRELOAD", "").split()

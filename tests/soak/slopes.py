@@ -7,6 +7,7 @@ adds over the run is more than the measure's bound.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import gc
 import itertools
@@ -57,9 +58,10 @@ def slopes_of(form: str, *, steps: int, samples: int, leak: Leak | None = None) 
     """Milliseconds a step of ``steps`` on two ranks, and for each measure the slope on the rank where it grows most."""
     with tempfile.TemporaryDirectory(prefix="overlap-slopes-") as folder:
         begun_s = time.monotonic()
-        ranks = run_ranks(
-            _run, 2, form, steps // samples, samples, leak, Path(folder), backend=None, timeout_s=60 + steps / 5
-        )
+        args = form, steps // samples, samples, leak, Path(folder)
+        # PyTorch's flight recorder keeps the last 2,000 collectives, and grows until it has as many.
+        env = {"TORCH_FR_BUFFER_SIZE": "0"}
+        ranks = run_ranks(_run, 2, *args, backend=None, timeout_s=60 + steps / 5, env=env)
     step_ms = 1000 * (time.monotonic() - begun_s) / steps
     places = [steps // samples * (1 + sample) for sample in range(samples)]
     found = {}
@@ -144,6 +146,7 @@ def _store(rank: int, folder: Path) -> dist.Store:
 
 def _held(store: dist.Store) -> tuple[float, ...]:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # Memory that is free and was not given back is not held.
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     threads, descriptors = (sum(1 for _ in Path(f"/proc/self/{what}").iterdir()) for what in ("task", "fd"))
     memory = pages * resource.getpagesize() / 1024

@@ -1,4 +1,4 @@
-"""Nothing grows in a few hundred steps, and what leaks on purpose is found."""
+"""Nothing grows in a hundred steps, and what leaks on purpose is found."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from soak.slopes import fitted, slopes_of
 
 
 def _grown(form: str, leak: Callable[[int, dist.Store], object] | None = None) -> list[str]:
-    _, slopes = slopes_of(form, steps=200, samples=20, leak=leak)
+    _, slopes = slopes_of(form, steps=100, samples=10, leak=leak)
     return [name for name, slope in slopes.items() if slope.grows]
 
 
-@pytest.mark.parametrize("form", ["chain, Step", "ZeroStep, gathered in forward", "LocalSGD, overlapped", "Join"])
+@pytest.mark.parametrize("form", ["ZeroStep, gathered in forward", "LocalSGD, overlapped", "Join"])
 def test_nothing_grows(form: str) -> None:
     assert _grown(form) == []
 
