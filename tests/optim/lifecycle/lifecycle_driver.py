@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import threading
-import time
 from typing import Any
 
 import torch
@@ -324,7 +323,6 @@ class Player:
     def __init__(self, form: Form, rank: int) -> None:
         self.form, self.rank = form, rank
         self._pair: Pair | None = None
-        self.played = 0
         self.calls = 0
 
     def play(self, script: Script) -> Played:
@@ -334,7 +332,6 @@ class Player:
             pair = Pair.make(is_warm=script.is_warm, releases=self.form.releases)
         pair.reset()
         run = Run(self.form, pair, self.rank)
-        self.played += 1
         made: list[Call] = []
         found = difference = None
         try:
@@ -368,12 +365,15 @@ def _on_any_rank(difference: str | None) -> str | None:
     return difference or "nothing on this rank, but another rank"
 
 
-def search(rank: int, world_size: int, form: Form, seeds: range) -> dict[str, Any]:
-    """Play the sequences of ``seeds``; raises an AssertionError with the first that goes wrong."""
-    start_s = time.monotonic()
-    player = Player(form, rank)
-    for seed in seeds:
-        played = player.play(draw(f"{form}:{seed}"))
-        if played.difference is not None:
-            raise AssertionError(f"{form}, seed {seed}:\n  {played.made!r}\n  {played.difference}")
-    return {"sequences": player.played, "calls": player.calls, "seconds": time.monotonic() - start_s}
+def search(rank: int, world_size: int, forms: list[Form], seeds: range) -> dict[str, int]:
+    """Play the sequences of ``seeds`` with each form; raises an AssertionError with the first that goes wrong. Returns
+    how many calls were made."""
+    calls = {}
+    for form in forms:
+        player = Player(form, rank)
+        for seed in seeds:
+            played = player.play(draw(f"{form}:{seed}"))
+            if played.difference is not None:
+                raise AssertionError(f"{form}, seed {seed}:\n  {played.made!r}\n  {played.difference}")
+        calls[form.name] = player.calls
+    return calls

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from overlap import (
     chain,
     declare,
 )
+from overlap.hooks.engine import executors
 from overlap.hooks.stage import walk
 from overlap.optim.update import Update
 
@@ -121,7 +123,8 @@ class Form:
     is_deferred: bool = False
     releases: bool = False
     """Whether backward gives gradients back that it has applied."""
-
+    is_inline: bool = False
+    """Whether it is played on autograd's thread, as of small models."""
     adds_up: bool = True
     """Whether a second backward before ``step()`` adds up."""
     has_whole_gradients: bool = True
@@ -178,7 +181,8 @@ class Form:
     """Steps from one average to the next then."""
 
     def register(self, ddp: DistributedDataParallel, stage: Stage, optimizer: Any) -> Registration:
-        return stage.register(ddp)  # type: ignore[attr-defined,no-any-return]
+        with mock.patch.object(executors, "SMALL_BYTES", 2**20 if self.is_inline else 0):
+            return stage.register(ddp)  # type: ignore[attr-defined,no-any-return]
 
     def settle(self, optimizer: Any) -> None:
         """Called before parameters are compared."""
@@ -273,14 +277,15 @@ FORMS: tuple[Form, ...] = (
     Form(name="step_automatic", is_automatic=True, make=adamw),
     Form(name="step_deferred_automatic", is_deferred=True, is_automatic=True),
     Form(name="step_released", releases=True),
-    Form(name="step_released_automatic", releases=True, is_automatic=True, make=adamw),
+    Form(name="step_inline", is_inline=True),
+    Form(name="step_automatic_inline", is_inline=True, is_automatic=True, make=adamw),
     ZeroForm(name="zero_interleaved"),
     ZeroForm(name="zero_deferred", is_deferred=True, make=adamw),
     ZeroForm(name="zero_automatic", is_automatic=True),
-    ZeroForm(name="zero_deferred_automatic", is_deferred=True, is_automatic=True),
     ZeroForm(name="zero_gather_in_forward", gather="forward", make=adamw),
     ZeroForm(name="zero_deferred_gather_in_forward", is_deferred=True, gather="forward"),
     ZeroForm(name="zero_released", releases=True),
+    ZeroForm(name="zero_inline", is_inline=True, gather="forward", make=adamw),
     LocalForm(name="local_before_start", start_step=1000, make=adamw),
     LocalForm(name="local", start_step=3, period=2),
 )
