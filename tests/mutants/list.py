@@ -40,8 +40,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "collectives are in another order": Mutant(
         "hooks/engine/wavefront.py",
-        "moving = [task, *filterfalse(_awaits_whole_pass, self._active)]",
-        "moving = [*filterfalse(_awaits_whole_pass, self._active), task]",
+        "moving = [task, *filterfalse(_awaits_whole_pass, self.active)]",
+        "moving = [*filterfalse(_awaits_whole_pass, self.active), task]",
         "hooks/engine/test_wavefront.py",
     ),
     "an exception on one rank is not reported": Mutant(
