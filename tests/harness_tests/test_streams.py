@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from harness.streams import Detector, detecting, one_process
+from harness.streams.clocks import Stream
 from harness.streams.detector import active
 from overlap._torch.device import (
     current_stream,
     hold,
-    new_stream,
     on_stream,
     recorded_event,
     synchronize,
@@ -22,9 +22,15 @@ from overlap._torch.device import (
 DEVICE = torch.device("cpu")
 
 
+def _new_stream() -> Stream:
+    detector = active()
+    assert detector is not None
+    return detector.new_stream()
+
+
 def _two_streams(*, forward: bool = True, back: bool = True) -> None:
     """A side stream changes what the current one has made, and the current one reads it."""
-    values, side = torch.zeros(8, device=DEVICE), new_stream(DEVICE)
+    values, side = torch.zeros(8, device=DEVICE), _new_stream()
     if forward:
         side.wait_stream(current_stream(DEVICE))
     with on_stream(side):
@@ -35,7 +41,7 @@ def _two_streams(*, forward: bool = True, back: bool = True) -> None:
 
 
 def _overlapping(*, first: slice, second: slice) -> None:
-    values, side = torch.zeros(8, device=DEVICE), new_stream(DEVICE)
+    values, side = torch.zeros(8, device=DEVICE), _new_stream()
     side.wait_stream(current_stream(DEVICE))
     values[first].add_(1)
     with on_stream(side):
@@ -44,7 +50,7 @@ def _overlapping(*, first: slice, second: slice) -> None:
 
 def _columns() -> None:
     """Views that have no byte in common though their ranges overlap."""
-    values, side = torch.zeros(4, 4, device=DEVICE), new_stream(DEVICE)
+    values, side = torch.zeros(4, 4, device=DEVICE), _new_stream()
     side.wait_stream(current_stream(DEVICE))
     values[:, 0].add_(1)
     with on_stream(side):
@@ -53,7 +59,7 @@ def _columns() -> None:
 
 
 def _both_read() -> None:
-    values, side = torch.zeros(8, device=DEVICE), new_stream(DEVICE)
+    values, side = torch.zeros(8, device=DEVICE), _new_stream()
     side.wait_stream(current_stream(DEVICE))
     values.sum()
     with on_stream(side):
@@ -61,7 +67,7 @@ def _both_read() -> None:
 
 
 def _events(*, early: bool) -> None:
-    values, side = torch.zeros(8, device=DEVICE), new_stream(DEVICE)
+    values, side = torch.zeros(8, device=DEVICE), _new_stream()
     side.wait_stream(current_stream(DEVICE))
     with on_stream(side):
         before = recorded_event(DEVICE)
@@ -73,7 +79,7 @@ def _events(*, early: bool) -> None:
 
 def _through_the_host() -> None:
     """What the host has waited for is done before all that it queues from then on."""
-    values, side = torch.zeros(8, device=DEVICE), new_stream(DEVICE)
+    values, side = torch.zeros(8, device=DEVICE), _new_stream()
     side.wait_stream(current_stream(DEVICE))
     with on_stream(side):
         values.add_(1)
@@ -83,7 +89,7 @@ def _through_the_host() -> None:
 
 def _frees(*, holds: bool = False, waits: bool = False, allocates: bool = True) -> None:
     """A side stream reads what the current one has made and freed."""
-    values, side = torch.zeros(8, device=DEVICE), new_stream(DEVICE)
+    values, side = torch.zeros(8, device=DEVICE), _new_stream()
     side.wait_stream(current_stream(DEVICE))
     with on_stream(side):
         values.sum()
@@ -198,11 +204,5 @@ def test_what_is_wrong_is_found(name: str) -> None:
 def test_where_the_host_waits_is_noted(name: str) -> None:
     report = _watched(WAITS[name]).report
     assert len(report.host_syncs) == 1
-    report.check(host_syncs=[report.host_syncs[0].place])
-    assert report.host_syncs[0].place.startswith("tests/harness_tests/test_streams.py")
-
-
-def test_a_wait_that_is_declared_and_never_happens_is_an_error() -> None:
-    report = _watched(_two_streams).report
-    with pytest.raises(AssertionError, match="never waits"):
-        report.check(host_syncs=["overlap/optim"])
+    assert "tests/harness_tests/test_streams.py" in str(report.host_syncs[0])
+    report.check()  # The library did not.

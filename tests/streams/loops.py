@@ -18,7 +18,7 @@ from .model import batch
 
 __all__ = ["Game", "Loop"]
 
-_STEPS = 4  # Buckets are cut anew after the first, and chains run on streams of their own from the second on.
+_STEPS = 3  # Buckets are cut anew after the first, and chains run on streams of their own from the second on.
 _BATCHES = 16
 
 

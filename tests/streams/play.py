@@ -46,7 +46,7 @@ def _outcome_of(scenario: Scenario, rank: int) -> Outcome:
     report, state = _play(scenario, rank)
     error = ""
     try:
-        report.check(host_syncs=scenario.host_syncs)
+        report.check()
     except AssertionError as raised:
         error = str(raised)
     if scenario.plain is not None or scenario.as_on_host:
@@ -88,7 +88,7 @@ def find(name: str, rank: int = 0) -> str:
     if report.faults:
         return report.faults[0].kind
     try:
-        report.check(host_syncs=scenario.host_syncs)
+        report.check()
     except AssertionError:
         return "the host waits"
     return ""

@@ -55,7 +55,7 @@ def detecting() -> Iterator[Detector]:
 
         with detecting() as detector:
             train()
-        detector.report.check(host_syncs=["overlap/optim/unused.py"])
+        detector.report.check()
     """
     from .modes import FunctionMode, OperatorMode
     from .simulated import SimulatedStreams, futures_of_hooks
