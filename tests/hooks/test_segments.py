@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -72,10 +71,12 @@ def _misaligned() -> Iterator[list[str]]:
 
 
 class Parameters(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    """Of two bytes an element: the offsets of few are multiples of 16 bytes."""
+
+    def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.w = nn.ParameterList([torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES])
+        self.w = nn.ParameterList([torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES])
 
     def forward(self, scale: float) -> torch.Tensor:
         return sum((weight * weight).sum() for weight in self.w) * scale
@@ -85,27 +86,16 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "AllReduce": AllReduce,
     "AllGather": AllGather,
     "Cast": lambda: Cast(torch.bfloat16),
-    "Quantize": Quantize,
     "Quantize, error feedback": lambda: Quantize(Int4(), error_feedback=True),
-    "PowerSGD": lambda: PowerSGD(rank=1, min_compression_rate=0),
     "PowerSGD, Float8": lambda: PowerSGD(rank=3, wire=Float8()),
     "route": lambda: route({"w.1": AllReduce(), "w.3": PowerSGD(rank=2), "*": Quantize()}),
 }
-UPDATES: dict[str, dict[str, Any]] = {
-    "ZeroStep": {},
-    "ZeroStep, gather in forward": {"gather": "forward"},
-}
-EXACT = {"AllReduce", "AllGather", "Cast"}
-PARTITIONS = ("element", "parameter")
-WAYS = [
-    *REDUCERS,
-    *(f"{what} by {partition}" for what in UPDATES for partition in PARTITIONS),
-    "LocalSGD, wire",
-]
+EXACT = ("AllReduce", "AllGather", "Cast", "ZeroStep by element", "ZeroStep by parameter")
+WAYS = [*REDUCERS, "ZeroStep by element", "ZeroStep by parameter", "LocalSGD, wire"]
 
 
-def _train(way: str, dtype: torch.dtype, *, steps: int = 2) -> list[torch.Tensor]:
-    ddp = DistributedDataParallel(Parameters(dtype), bucket_cap_mb=0.05)
+def _train(way: str) -> list[torch.Tensor]:
+    ddp = DistributedDataParallel(Parameters(), bucket_cap_mb=0.025)
     scale = 0.1 * (1 + dist.get_rank())
     make = functools.partial(torch.optim.Adam, lr=0.01)
     if way in REDUCERS:
@@ -114,12 +104,11 @@ def _train(way: str, dtype: torch.dtype, *, steps: int = 2) -> list[torch.Tensor
     elif way == "LocalSGD, wire":
         optimizer = LocalSGD(ddp, make(ddp.parameters()), period=1, start_step=0, wire=Int8())
     else:
-        what, _, partition = way.partition(" by ")
         optimizer = ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.Adam, lr=0.01, overlap_with_ddp=True, partition=partition
+            ddp.parameters(), torch.optim.Adam, lr=0.01, overlap_with_ddp=True, partition=way.rpartition(" ")[2]
         )
-        chain(ZeroStep(optimizer, **UPDATES[what])).register(ddp)
-    for _ in range(steps):
+        chain(ZeroStep(optimizer)).register(ddp)
+    for _ in range(2):
         optimizer.zero_grad()
         ddp(scale).backward()
         optimizer.step()
@@ -128,17 +117,12 @@ def _train(way: str, dtype: torch.dtype, *, steps: int = 2) -> list[torch.Tensor
 
 def _aligned(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
-    for way, dtype in itertools.product(WAYS, (torch.float32, torch.bfloat16)):
-        expected = _train(way, dtype)
+    for way in WAYS:
         with streams_replaced(OneStream()), _misaligned() as misaligned:
-            got = _train(way, dtype)
+            got = _train(way)
         assert not misaligned, f"{way}: {misaligned[:3]}"
-        # Chunks of a wire begin elsewhere where parts have padding, and several matrices are multiplied by another
-        # kernel.
-        if way in EXACT or way.startswith("ZeroStep"):
-            assert_parity(got, expected, what=f"{way}, {dtype}")
-        for one, other in zip(got, expected, strict=True):
-            assert (one - other).abs().float().max() <= 0.07, way
+        if way in EXACT:
+            assert_parity(got, _train(way), what=way)
 
 
 def test_where_there_are_streams_all_that_is_sent_begins_at_16_bytes() -> None:

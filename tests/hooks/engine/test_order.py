@@ -15,7 +15,7 @@ from overlap import Bucket, Stage, chain
 from overlap.hooks import all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.hooks.engine import executors
 
-SEEDS = 30
+SEEDS = 15
 
 
 def _numel(bucket_index: int, place: int) -> int:
