@@ -18,7 +18,6 @@ from harness import assert_parity, run_ranks
 from overlap import (
     AllGather,
     AllReduce,
-    Cast,
     Float8,
     Int4,
     Int8,
@@ -84,8 +83,6 @@ class Parameters(nn.Module):
 REDUCERS: dict[str, Callable[[], Any]] = {
     "AllReduce": AllReduce,
     "AllGather": AllGather,
-    "Cast": lambda: Cast(torch.bfloat16),
-    "Quantize": Quantize,
     "Quantize, error feedback": lambda: Quantize(Int4(), error_feedback=True),
     "PowerSGD": lambda: PowerSGD(rank=1, min_compression_rate=0),
     "PowerSGD, Float8": lambda: PowerSGD(rank=3, wire=Float8()),
@@ -95,7 +92,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "ZeroStep": {},
     "ZeroStep, gather in forward": {"gather": "forward"},
 }
-EXACT = {"AllReduce", "AllGather", "Cast"}
+EXACT = {"AllReduce", "AllGather"}
 PARTITIONS = ("element", "parameter")
 WAYS = [
     *REDUCERS,
@@ -128,7 +125,8 @@ def _train(way: str, dtype: torch.dtype, *, steps: int = 2) -> list[torch.Tensor
 
 def _aligned(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
-    for way, dtype in itertools.product(WAYS, (torch.float32, torch.bfloat16)):
+    # Every other way in bfloat16.
+    for way, dtype in zip(WAYS, itertools.cycle((torch.float32, torch.bfloat16)), strict=False):
         expected = _train(way, dtype)
         with streams_replaced(OneStream()), _misaligned() as misaligned:
             got = _train(way, dtype)
