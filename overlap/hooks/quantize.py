@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from overlap._checks import check_flag, told
+from overlap._checks import check_flag, check_whole_number, told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_gather
+from overlap.hooks.segments import ALIGNMENT
 from overlap.hooks.stage import Stage, StageContext
-from overlap.hooks.wires import Codec, Int8, QuantizedSum, StageMemory, Wire, redistribute
-from overlap.hooks.wires.codec import Field
+from overlap.hooks.wires import Int8, QuantizedSum, StageMemory, Wire, redistribute
 
 __all__ = ["GatherQuantized", "Quantize"]
 
@@ -157,9 +156,7 @@ class GatherQuantized(Stage):
     """
 
     def __init__(self, chunk: int | None) -> None:
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk <= 0):
-            raise ConfigurationError(f"bucket_size is {told(chunk)}: give a positive number of values, such as 512")
-        self.chunk = chunk
+        self.chunk = None if chunk is None else check_whole_number("chunk", chunk, least=1)
 
     async def __call__(self, bucket: Bucket) -> None:
         buffer = bucket.buffer
@@ -167,47 +164,27 @@ class GatherQuantized(Stage):
             raise UnsupportedError(f"{self!r} cannot keep {buffer.dtype} gradients; use AllReduce()")
         if buffer.numel() == 0:
             return
-        chunk = self.chunk or buffer.numel()
-        codec = _AffineCodec(math.ceil(buffer.numel() / chunk), chunk)
-        values = pad(buffer.float(), (0, codec.numel - buffer.numel()))
-        message = torch.empty(codec.message_bytes, dtype=torch.uint8, device=buffer.device)
-        codec.encode_rows(values[None], message[None])
-        ranks = bucket.group.size()
-        gathered = torch.empty(ranks * message.numel(), dtype=torch.uint8, device=buffer.device)
-        await all_gather(gathered, message, group=bucket.group)
-        total = torch.zeros_like(values)
-        # Divided before the sum, so that a sum of large values does not overflow.
-        codec.add_rows(gathered.view(ranks, -1), total, alpha=1 / bucket.divisor)
-        buffer.copy_(total[: buffer.numel()])
-
-    def __repr__(self) -> str:
-        return f"GatherQuantized({self.chunk})"
-
-
-class _AffineCodec(Codec):
-    """A message holds scale and zero point of each chunk in fp32, then the chunks' integers.
-
-    ``x`` becomes ``round(x / scale) + zero_point``, where the range covers the smallest value, the largest value and
-    zero.
-    """
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return Field(torch.float32, 2), Field(torch.uint8, self.chunk_numel)
-
-    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
-        parameters, integers = fields
+        numel, chunk, ranks = buffer.numel(), self.chunk or buffer.numel(), bucket.group.size()
+        values = pad(buffer.float(), (0, -numel % chunk)).view(-1, chunk)
         low, high = torch.aminmax(values, dim=-1, keepdim=True)
         low, high = low.clamp(max=0), high.clamp(min=0)
         # Halved, so that the difference of the largest numbers does not overflow; never zero: it is a divisor.
-        scale = ((high / 2 - low / 2) / (127.5)).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = ((high / 2 - low / 2) / 127.5).clamp(min=torch.finfo(torch.float32).tiny)
         scale = torch.where(scale.isfinite(), scale, torch.nan)
         zero_point = (-(low / scale).round()).clamp(0, 255)
-        torch.cat([scale, zero_point], dim=-1, out=parameters)
-        integers.copy_((values / scale).round_().add_(zero_point).clamp_(0, 255))
+        integers = (values / scale).round_().add_(zero_point).clamp_(0, 255).to(torch.uint8)
+        parameters = torch.cat([scale, zero_point], dim=-1).flatten().view(torch.uint8)
+        message = torch.cat([parameters, integers.flatten()])
+        message = pad(message, (0, -message.numel() % ALIGNMENT))
+        gathered = torch.empty(ranks, message.numel(), dtype=torch.uint8, device=buffer.device)
+        await all_gather(gathered.view(-1), message, group=bucket.group)
+        total = torch.zeros_like(values)
+        for sent in gathered:
+            parameters, integers, _ = sent.tensor_split((8 * len(values), 8 * len(values) + values.numel()))
+            scale, zero_point = parameters.view(torch.float32).view(-1, 2).split(1, dim=-1)
+            # Divided before the sum, so that a sum of large values does not overflow.
+            total.add_((integers.view_as(values) - zero_point).mul_(scale), alpha=1 / bucket.divisor)
+        buffer.copy_(total.view(-1)[:numel])
 
-    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
-        parameters, integers = fields
-        scale, zero_point = parameters.split(1, dim=-1)
-        torch.sub(integers, zero_point, out=out)
-        out.mul_(scale)
+    def __repr__(self) -> str:
+        return f"GatherQuantized({self.chunk})"

@@ -217,19 +217,22 @@ class PowerIteration:
         ``with_exact``: the uncompressed gradients are reduced, too, in the same all-reduce unless factors have a wire.
         """
         exact = [self.bucket.gradients[place] for place in self.layout.exact] if with_exact else []
-        is_scaled = self.bucket.buffer.dtype == torch.float16
-        if is_scaled:
-            self._scale_(factors, is_down=True)
+        scale = 1.0
+        if self.bucket.buffer.dtype == torch.float16:
+            # It holds no more than 65504. An element is a product with a direction of length 1, so it is larger than
+            # all of the matrix by at most the root of the direction's length. Powers of two round nothing.
+            summed = max([batch.cols if factors.layout.is_left else batch.rows for batch in self.layout.batches])
+            scale = 2.0 ** -math.ceil(math.log2(summed) / 2)
+            factors.flat.mul_(scale)
         if self.wire is None:
             flat = await self._all_reduce(factors.flat, exact)
         else:
             await self._all_reduce(factors.flat[:0], exact)
             flat = await self._sum_by(self.wire, factors.flat)
-        mean = Factors(factors.layout, flat)
-        if is_scaled:
-            self._scale_(factors, is_down=False)
-            self._scale_(mean, is_down=False)
-        return mean
+        if scale < 1:
+            factors.flat.div_(scale)
+            flat = flat / scale
+        return Factors(factors.layout, flat)
 
     async def _all_reduce(self, flat: Tensor, exact: Sequence[Tensor]) -> Tensor:
         """The mean of factors, and that of gradients, in place, by one all-reduce in the bucket's dtype."""
@@ -261,18 +264,6 @@ class PowerIteration:
         sent_bytes = group.size() * quantized_sum.codec.message_bytes
         self.sent_numel += math.ceil(sent_bytes / bucket.buffer.dtype.itemsize) if group.size() > 1 else flat.numel()
         return mean.to(self.dtype)
-
-    def _scale_(self, factors: Factors, *, is_down: bool) -> None:
-        """Scale factors for ``float16``, which holds no more than 65504, by powers of two, which round nothing.
-
-        An element is a product with a direction of length 1, so it is larger than all of the matrix by at most the root
-        of that direction's number of elements. Outputs below the range of full precision can change by a few of the
-        smallest steps of ``float16``, which are 6e-8.
-        """
-        for batch, of_batch in zip(self.layout.batches, factors.of_batches, strict=True):
-            summed = batch.cols if factors.layout.is_left else batch.rows
-            exponent = math.ceil(math.log2(summed) / 2)
-            of_batch.mul_(2.0 ** (-exponent if is_down else exponent))
 
     def _are_finite(self, mean: Factors) -> _Finite:
         """Which matrices are finite on all ranks; see [Note: matrices that are not finite]."""

@@ -89,8 +89,8 @@ class Codec(ABC):
         for block, fields in self._blocks(out, messages, changes=True):
             self.read(fields, block)
 
-    def add_rows(self, messages: Tensor, total: Tensor, *, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times the values of each message to ``total``, shape ``(numel,)``.
+    def add_rows(self, messages: Tensor, total: Tensor) -> None:
+        """Add the values of each message to ``total``, shape ``(numel,)``.
 
         On a CPU in their order; where there are streams, they may be added up first.
         """
@@ -98,12 +98,12 @@ class Codec(ABC):
             decoded = torch.empty(block.shape, dtype=total.dtype, device=total.device)
             self.read(fields, decoded)
             if len(decoded) == 1:
-                block[0].add_(decoded[0], alpha=alpha)
+                block[0].add_(decoded[0])
             elif has_streams(total.device):
-                block[0].add_(decoded.mul_(alpha).sum(dim=0))
+                block[0].add_(decoded.sum(dim=0))
             else:  # One after another, by one operator.
                 first = torch.zeros(len(decoded), dtype=torch.int64, device=total.device)
-                block[0][None].index_add_(0, first, decoded, alpha=alpha)
+                block[0][None].index_add_(0, first, decoded)
 
     def _blocks(
         self, values: Tensor, messages: Tensor, *, changes: bool = False

@@ -143,11 +143,3 @@ def test_before_start_step_the_mean_is_exact() -> None:
         exact = torch.equal(output, local[0][0] * 0.5 + local[1][0] * 0.5)
         assert exact == (step < 3)
         assert len(world.sent_numel) == (1 if step < 3 else 2)
-
-
-def test_what_rounding_to_half_precision_loses_stays_in_the_residual() -> None:
-    """The residual is of the factors as they were sent, in fp16, not as they were computed."""
-    stage = PowerSGD(rank=1, min_compression_rate=0)
-    world = World([Cast(torch.float16, stage)], [(5, 4)])
-    local = [[torch.full((5, 4), 1000.1)]]
-    check_step(world, local, 2e-3)

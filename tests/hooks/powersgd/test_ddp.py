@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,6 @@ from overlap import (
 )
 
 STEPS = 6
-ONE_BUCKET_MB = 25
 
 
 def _optimizer(ddp: DistributedDataParallel) -> torch.optim.Optimizer:
@@ -40,14 +40,6 @@ def _run(case: Case, rank: int, attach: Callable[[Any], Any], *, min_buckets: in
     return train(ddp, optimizer, batches, step_fn=step_fn, min_buckets=min_buckets, gradients=not is_overlapped)
 
 
-def _agree(records: list[Any]) -> None:
-    """All ranks have rank 0's parameters, exactly."""
-    for name, parameter in records[-1].parameters.items():
-        reference = parameter.clone()
-        dist.broadcast(reference, 0)
-        assert torch.equal(parameter, reference), name
-
-
 def _many_buckets(rank: int) -> None:
     """One bucket is another order of collectives and other batches, but the same memory by parameter."""
     for options in ({}, {"alternate": True}):
@@ -55,47 +47,36 @@ def _many_buckets(rank: int) -> None:
         with bucket_calls(PowerSGD) as calls:
             records = _run(TRANSFORMER, rank, lambda ddp, stage=stages[0]: register(ddp, stage))
         assert max(calls) >= 2 and stages[0].compression_stats()[0] > 1.5
-        _agree(records)
-        reference = _run(
-            TRANSFORMER,
-            rank,
-            lambda ddp, stage=stages[1]: register(ddp, stage),
-            min_buckets=1,
-            bucket_cap_mb=ONE_BUCKET_MB,
-        )
+        first = copy.deepcopy(records[-1].parameters)
+        for parameter in first.values():
+            dist.broadcast(parameter, 0)
+        assert_parity(records[-1].parameters, first, what="parameters of rank 0")
+        one = {"min_buckets": 1, "bucket_cap_mb": 25}
+        reference = _run(TRANSFORMER, rank, lambda ddp, stage=stages[1]: register(ddp, stage), **one)
         assert_parity(
             records, reference, what=f"{options}, cut in many buckets", exact=False, rtol=1e-3, atol=1e-5,
             reason="collectives of other sizes add up in another order, and six steps depend on each other",
         )  # fmt: skip
 
 
-def _chain_with_step(ddp: DistributedDataParallel) -> Any:
+def _stepped(ddp: DistributedDataParallel) -> Any:
     optimizer = OverlappedOptimizer(_optimizer(ddp))
-    chain(PowerSGD(rank=2, min_compression_rate=1), Step(optimizer)).register(ddp)
+    chain(as_stage(powerSGD_hook, PowerSGDState(None, 2, 0, 1)), Step(optimizer, deferred=True)).register(ddp)
     return optimizer
 
 
-def _chain_state_with_deferred_step(ddp: DistributedDataParallel) -> Any:
-    optimizer = OverlappedOptimizer(_optimizer(ddp))
-    state = PowerSGDState(None, 2, 0, 1)
-    chain(as_stage(powerSGD_hook, state), Step(optimizer, deferred=True)).register(ddp)
-    return optimizer
-
-
-def _register_comm_hook(ddp: DistributedDataParallel) -> None:
-    ddp.register_comm_hook(PowerSGDState(None, 2, 0, 1), powerSGD_hook)
-
-
-def _register_hook_with_group(ddp: DistributedDataParallel) -> None:
-    register(ddp, powerSGD_hook, PowerSGDState(dist.group.WORLD, 2, 0, 1))
+WAYS: dict[str, Callable[[DistributedDataParallel], Any]] = {
+    "in a chain": _stepped,
+    "with DDP itself": lambda ddp: ddp.register_comm_hook(PowerSGDState(None, 2, 0, 1), powerSGD_hook),
+    "on a group": lambda ddp: register(ddp, powerSGD_hook, PowerSGDState(dist.group.WORLD, 2, 0, 1)) and None,
+}
 
 
 def _every_way_is_the_same(rank: int) -> None:
     reference = _run(MLP, rank, lambda ddp: register(ddp, PowerSGD(rank=2, min_compression_rate=1)))
-    ways = _chain_with_step, _chain_state_with_deferred_step, _register_comm_hook, _register_hook_with_group
-    for attach in ways:
+    for name, attach in WAYS.items():
         for found, wanted in zip(_run(MLP, rank, attach), reference, strict=True):
-            what = f"{attach.__name__}, step {found.step}"
+            what = f"{name}, step {found.step}"
             assert_parity(found.parameters, wanted.parameters, what=what)
             assert_parity(found.optimizer, wanted.optimizer, what=what)
 

@@ -1,4 +1,4 @@
-"""Equal to PyTorch's hook, where that one runs: one bucket on Gloo, with the same random starts, 20 iterations."""
+"""Equal to PyTorch's hook, where that one runs: one bucket on Gloo, with the same random starts, 10 iterations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from overlap import PowerSGDState
 from overlap.hooks.powersgd.algorithm import random_directions
 
 START = 2  # The earliest that PyTorch's hook can begin.
-STEPS = START + 20
+STEPS = START + 10
 
 
 class Free(nn.Module):
@@ -92,10 +92,10 @@ def _compare(rank: int, dtype: torch.dtype, tolerance: float, options: dict[str,
             what = f"{options}, step {step[0]}, gradient {place}"
             torch.testing.assert_close(ours.grad, plain.grad, rtol=tolerance, atol=tolerance, msg=what)
             compressed += int(step[0] >= START and not torch.equal(ours.grad, _mean(gradients[place])))
-    assert compressed >= 20 * 3, "compression ran"
+    assert compressed >= 10 * 3, "compression ran"
     _, before, after = their_state.compression_stats()
     # PyTorch counts a vector as a matrix of one column: an element too many.
-    vectors = 20 * sum(p.ndim == 1 for p in model.all)
+    vectors = 10 * sum(p.ndim == 1 for p in model.all)
     assert our_state.compression_stats() == (before / (after - vectors), before, after - vectors)
     if arguments.get("use_error_feedback", True):
         # Each rank keeps another part than PyTorch's does; their sum is what counts, and is the same.
@@ -123,14 +123,14 @@ OPTIONS: list[dict[str, Any]] = [
     {"warm_start": False},
     {"use_error_feedback": False, "warm_start": False},
 ]
-# In float32 two orders of summation differ by 1e-7 at first, which 20 dependent steps let grow.
+# In float32 two orders of summation differ by 1e-7 at first, which 10 dependent steps let grow.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3}
 
 
 def _matrix(rank: int, world_size: int) -> dict[str, str]:
     failed = {}
     for dtype, tolerance in TOLERANCES.items():
-        for options in OPTIONS:
+        for options in OPTIONS if dtype == torch.float64 else OPTIONS[:1]:
             try:
                 _compare(rank, dtype, tolerance, options)
             except AssertionError as error:

@@ -81,5 +81,5 @@ def test_means_equal_pytorchs_however_the_hook_is_registered() -> None:
 
 
 def test_a_chunk_of_no_values_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="bucket_size is 0"):
+    with pytest.raises(ConfigurationError, match="chunk must be a whole number of at least 1, got 0"):
         GatherQuantized(0)

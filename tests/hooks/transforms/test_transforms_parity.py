@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from harness import Record, assert_parity, run_ranks, wrap
 from harness.models import DTYPES, EMPTY, MLP, UNUSED, mean_squared_error
-from overlap import AllReduce, Bucket, ClipGradNorm, Stage, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import AllReduce, Bucket, ClipGradNorm, Stage, chain
 from overlap.hooks import all_reduce
 from overlap.hooks.transforms.clip import Clipping
 
@@ -162,49 +160,3 @@ def test_the_norm_of_parts_has_the_dtype_of_all_parameters() -> None:
         part, elsewhere = torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=dtype)
         norm = Clipping(0.1).total(Clipping(0.1).partial([part], part.device), [part, elsewhere])
         assert norm.dtype == torch.nn.utils.get_total_norm([part, elsewhere]).dtype
-
-
-class _Narrow(torch.nn.Module):
-    """In bfloat16, in which another rounding shows; its first weight is not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.front = torch.nn.Conv2d(3, 6, 3, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-        self.head = torch.nn.Linear(6 * 4, 5, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.head(self.front(x).flatten(1))
-        return hidden
-
-
-def _in_bfloat16(rank: int, world_size: int) -> None:
-    models = [wrap(_Narrow(), bucket_cap_mb=25) for _ in range(3)]
-    by, *sharded = models
-    clip = functools.partial(by_hand.clip_norm, norm_type=float("inf"))
-    optimizers: list[Any] = [by_hand.ADAMW(by.parameters())]
-    for ddp, partition in zip(sharded, ("element", "parameter"), strict=True):
-        zero = ZeroRedundancyOptimizer(
-            ddp.parameters(),
-            torch.optim.AdamW,
-            overlap_with_ddp=True,
-            partition=partition,
-            **by_hand.ADAMW_OPTIONS,
-        )
-        chain(ClipGradNorm(0.05, float("inf")), ZeroStep(zero)).register(ddp)
-        optimizers.append(zero)
-    for step in range(4):
-        source = torch.Generator().manual_seed(10 * step + rank)
-        images = torch.randn(4, 3, 4, 4, generator=source).bfloat16().to(memory_format=torch.channels_last)
-        for ddp, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            ddp(images).square().mean().backward()
-            if ddp is by:
-                clip(by)
-            optimizer.step()
-        for ddp in sharded:
-            assert_parity(copy.deepcopy(ddp.module.state_dict()), by.module.state_dict(), what=f"step {step}")
-
-
-def test_parts_in_bfloat16_are_rounded_as_whole_gradients() -> None:
-    run_ranks(_in_bfloat16, 2)
