@@ -107,7 +107,8 @@ def cells(device: str, *, is_slow: bool) -> Iterator[Cell]:
         for (model, batch), row in product(SLOW_MODEL[device].items(), SLOW_ROWS):
             yield Cell(model=model, batch=batch, bucket_mb=25, row=row)
         return
-    for share, (model, batch), bucket_mb, row in product((1, 4), MODELS[device].items(), (25, 100), ROWS):
+    shares, buckets_mb = ((1, 4), (25, 100)) if device == "cuda" else ((1,), (25,))
+    for share, (model, batch), bucket_mb, row in product(shares, MODELS[device].items(), buckets_mb, ROWS):
         if row != FSDP or bucket_mb == 25:  # It has no buckets.
             yield Cell(model=model, batch=batch // share, bucket_mb=bucket_mb, row=row)
 

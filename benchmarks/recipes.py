@@ -104,18 +104,6 @@ def torch_zero(ddp: DistributedDataParallel, make: Maker) -> Update:
     return stepped_by_loop(TorchZero(ddp.parameters(), make.kind, process_group=ddp.process_group, **make.options))
 
 
-def torch_zero_interleaved(ddp: DistributedDataParallel, make: Maker) -> Update:
-    """PyTorch's sharded update in backward."""
-    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step_interleaved
-    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-
-    zero = TorchZero(
-        ddp.parameters(), make.kind, process_group=ddp.process_group, overlap_with_ddp=True, **make.options
-    )
-    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(default_hooks.allreduce_hook, ddp, zero))
-    return stepped_by_loop(zero)
-
-
 def reduced(make_reducer: Callable[[], Stage]) -> Recipe:
     """A chain that only reduces; the loop steps the optimizer."""
 

@@ -30,7 +30,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from overlap._checks import check_flag, described, refuse_capture, told
+from overlap._checks import check_flag, refuse_capture, told
 from overlap._torch.autograd import version
 from overlap.errors import ConfigurationError, UnsupportedError
 
@@ -204,8 +204,6 @@ def apply_activation_checkpointing(
     >>> apply_activation_checkpointing(model, lambda module: isinstance(module, torch.nn.Linear))
     2
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model is an nn.Module, whose modules are wrapped in place, got {described(model)}")
     if isinstance(check_fn, type | tuple) or not callable(check_fn):
         raise ConfigurationError(
             f"check_fn is a function of a module, got {check_fn!r}: for classes give "

@@ -15,7 +15,6 @@ import math
 import os
 import statistics
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,7 +42,6 @@ from overlap.timeline.recording import clock_for
 __all__ = [
     "CHAINS",
     "TRAIN_IMAGES",
-    "Settings",
     "add_arguments",
     "largest_difference",
     "load_digits",
@@ -81,51 +79,20 @@ _EXACT_RANKS = 2
 _ACCURACY_SLACK = 0.01
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options of one run, as given."""
-
-    # One of CHAINS.
-    chain: str = "step"
-    optimizer: str = "sgd"
-    epochs: int = 5
-    # Of the model's weights and of the order of the images.
-    seed: int = 0
-    # How many of the training images to use.
-    images: int = TRAIN_IMAGES
-    # Side of a square image, in pixels; the digits have 8.
-    image_size: int = 32
-    output: Path = Path("overlap-demo")
-
-    def steps_per_epoch(self, ranks: int) -> int:
-        """How many batches every rank gets; images that do not fill a batch on each are left out.
-
-        Raises:
-            ConfigurationError: there is not one batch for every rank.
-        """
-        if self.images < _BATCH_SIZE * ranks:
-            raise ConfigurationError(
-                f"{self.images} images are not a batch of {_BATCH_SIZE} on each of {ranks} ranks: give "
-                f"--images {_BATCH_SIZE * ranks} or more, or fewer --ranks"
-            )
-        return self.images // (_BATCH_SIZE * ranks)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `overlap demo`."""
-    default = Settings()
     add = parser.add_argument
     # No default that argparse knows: under torchrun the ranks are those that it started.
     add("--ranks", type=_whole_number(1, 64), default=argparse.SUPPRESS,
         help=f"processes to start (default: {_RANKS}, or torchrun's)")  # fmt: skip
-    add("--chain", choices=tuple(CHAINS), default=default.chain,
+    add("--chain", choices=tuple(CHAINS), default="step",
         help="; ".join(f"{name}: {words}" for name, words in CHAINS.items()))  # fmt: skip
-    add("--optimizer", choices=tuple(_OPTIMIZERS), default=default.optimizer, help="sgd is with momentum, adamw fused")
-    add("--epochs", type=_whole_number(1, 1000), default=default.epochs, help="passes over the training images")
-    add("--seed", type=_whole_number(0, 2**31), default=default.seed, help="of the weights and the images' order")
-    add("--images", type=_whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
-    add("--image-size", type=_whole_number(8, 224), default=default.image_size, help="side in pixels")
-    add("--output", type=Path, default=default.output, metavar="DIR", help="where loss.png is saved")
+    add("--optimizer", choices=tuple(_OPTIMIZERS), default="sgd", help="sgd is with momentum, adamw fused")
+    add("--epochs", type=_whole_number(1, 1000), default=5, help="passes over the training images")
+    add("--seed", type=_whole_number(0, 2**31), default=0, help="of the weights and the images' order")
+    add("--images", type=_whole_number(2, TRAIN_IMAGES), default=TRAIN_IMAGES, help="training images to use")
+    add("--image-size", type=_whole_number(8, 224), default=32, help="side in pixels; the digits have 8")
+    add("--output", type=Path, default=Path("overlap-demo"), metavar="DIR", help="where loss.png is saved")
 
 
 def _whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -141,41 +108,39 @@ def _whole_number(least: int, most: int) -> Callable[[str], int]:
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Starts the ranks, or is one of them: returns 0 if the two runs agree as far as they must."""
-    values = vars(options).copy()
-    asked = values.pop("ranks", None)
-    settings = Settings(**values)
     require_extra("demo", "torchvision", "sklearn", "matplotlib")
+    asked = getattr(options, "ranks", None)
     launched = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
     if launched and asked not in (None, launched):
         raise ConfigurationError(f"--ranks is {asked}, but the launcher started {launched}: leave it out")
     ranks = launched or asked or _RANKS
-    settings.steps_per_epoch(ranks)  # Raises where there are too few images.
+    if options.images < _BATCH_SIZE * ranks:
+        raise ConfigurationError(
+            f"{options.images} images are not a batch of {_BATCH_SIZE} on each of {ranks} ranks: give "
+            f"--images {_BATCH_SIZE * ranks} or more, or fewer --ranks"
+        )
     try:
-        settings.output.mkdir(parents=True, exist_ok=True)
+        options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"cannot make the folder {settings.output}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot make the folder {options.output}: {error.strerror}") from None
     if not launched:
         return _start(argv, ranks)
-    report = train_and_compare(settings, _join_group())
+    report = train_and_compare(options, _join_group())
     is_main = dist.get_rank() == 0
     dist.destroy_process_group()
-    return present(report, settings) if is_main else 0
+    return present(report, options) if is_main else 0
 
 
 def _start(argv: Sequence[str], ranks: int) -> int:
-    """Runs `python -m overlap *argv` once per rank, as torchrun does; returns the exit code of the first that fails."""
+    """Runs `python -m overlap *argv` once per rank, by torchrun; returns the exit code of the first that fails."""
     print(f"Starting {ranks} ranks on this machine; the first step comes some seconds later.", flush=True)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.run import main
 
     # Ranks share the cores: with the default of one thread per core each, they would compete for them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id=uuid.uuid4().hex,
-    )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-m", "overlap", *argv)
+        main(["--standalone", "--nproc-per-node", str(ranks), "-m", "overlap", *argv])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return abs(failure.exitcode)
@@ -304,57 +269,62 @@ class Run:
         self.steps_ms.extend(clock.elapsed_ms(before, after) for before, after in itertools.pairwise(marks))
 
 
-def start_runs(settings: Settings, device: torch.device) -> tuple[Run, Run]:
+def _steps_per_epoch(options: argparse.Namespace) -> int:
+    """How many batches every rank gets; images that do not fill a batch on each are left out."""
+    return int(options.images) // (_BATCH_SIZE * dist.get_world_size())
+
+
+def start_runs(options: argparse.Namespace, device: torch.device) -> tuple[Run, Run]:
     """The plain and the overlapped run, from the same weights."""
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(options.seed)
     # Convolutions that add in another order each time would differ between two plain runs, too.
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     model = load_torchvision().models.resnet18(num_classes=10).to(device)
-    make, options = _OPTIMIZERS[settings.optimizer]
+    make, arguments = _OPTIMIZERS[options.optimizer]
 
     def start(name: str, overlapped: bool) -> Run:
         ddp = DistributedDataParallel(copy.deepcopy(model), device_ids=[device] if device.type == "cuda" else None)
-        optimizer, description = make(ddp.parameters(), **options), "DDP, then the optimizer's step"
+        optimizer, description = make(ddp.parameters(), **arguments), "DDP, then the optimizer's step"
         if overlapped:
-            if settings.chain == "zero":
-                optimizer = ZeroRedundancyOptimizer(ddp.parameters(), make, **options)
+            if options.chain == "zero":
+                optimizer = ZeroRedundancyOptimizer(ddp.parameters(), make, **arguments)
                 stages = chain(ZeroStep(optimizer))
             else:
                 optimizer = OverlappedOptimizer(optimizer)
-                stages = chain(_REDUCERS[settings.chain](), Step(optimizer))
+                stages = chain(_REDUCERS[options.chain](), Step(optimizer))
             stages.register(ddp)
             description = repr(stages)
-        steps = settings.epochs * settings.steps_per_epoch(dist.get_world_size())
-        schedule = OneCycleLR(optimizer, max_lr=options["lr"], total_steps=steps + 1, cycle_momentum=False)
+        steps = options.epochs * _steps_per_epoch(options)
+        schedule = OneCycleLR(optimizer, max_lr=arguments["lr"], total_steps=steps + 1, cycle_momentum=False)
         return Run(name, description, ddp, optimizer, schedule)
 
     return start("plain", False), start("overlapped", True)
 
 
-def train_and_compare(settings: Settings, device: torch.device) -> dict[str, Any]:
+def train_and_compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Trains both runs on every rank of the default group. Returns the results, which only rank 0 has whole."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    digits = load_digits(image_size=settings.image_size, images=settings.images, device=device)
-    runs, steps = start_runs(settings, device), settings.steps_per_epoch(ranks)
+    digits = load_digits(image_size=options.image_size, images=options.images, device=device)
+    runs, steps = start_runs(options, device), _steps_per_epoch(options)
     if rank == 0:
-        size = settings.image_size
+        size = options.image_size
         print(
-            f"ResNet-18 on {settings.images} handwritten digits of {size}x{size} pixels, "
-            f"optimizer {settings.optimizer}\n"
-            f"ranks: {ranks} on {device.type} ({dist.get_backend()}); epochs: {settings.epochs} of {steps} steps; "
+            f"ResNet-18 on {options.images} handwritten digits of {size}x{size} pixels, "
+            f"optimizer {options.optimizer}\n"
+            f"ranks: {ranks} on {device.type} ({dist.get_backend()}); epochs: {options.epochs} of {steps} steps; "
             f"batch: {_BATCH_SIZE} images a rank"
         )
         for run in runs:
             print(f"{run.name + ':':12}{run.chain}", flush=True)
     # A log file gets a line now and then, a terminal a bar that moves.
     interval_s = 0.2 if sys.stderr.isatty() else 15.0
-    total = settings.epochs * steps * len(runs)
+    total = options.epochs * steps * len(runs)
     with tqdm(total=total, unit="step", disable=rank != 0, mininterval=interval_s) as progress:
         # In turns of an epoch, so that a change in the machine's load falls on both.
-        for epoch, run in itertools.product(range(settings.epochs), runs):
-            progress.set_description(f"epoch {epoch + 1}/{settings.epochs}, {run.name:10}", refresh=False)
-            batches = shard(digits, epoch=epoch, seed=settings.seed, rank=rank, ranks=ranks, batch_size=_BATCH_SIZE)
+        for epoch, run in itertools.product(range(options.epochs), runs):
+            progress.set_description(f"epoch {epoch + 1}/{options.epochs}, {run.name:10}", refresh=False)
+            batches = shard(digits, epoch=epoch, seed=options.seed, rank=rank, ranks=ranks, batch_size=_BATCH_SIZE)
             run.train_epoch(batches, progress)
     differences = _compare(*runs)
     results: dict[str, Any] = {
@@ -367,7 +337,7 @@ def train_and_compare(settings: Settings, device: torch.device) -> dict[str, Any
         }
         for run in runs
     }
-    must_be_equal = settings.chain in _EXACT and ranks <= _EXACT_RANKS
+    must_be_equal = options.chain in _EXACT and ranks <= _EXACT_RANKS
     slack = results["overlapped"]["accuracy"] - results["plain"]["accuracy"]
     return results | {
         "largest_differences": differences,
@@ -398,7 +368,7 @@ def _mean_losses(run: Run) -> list[float]:
 
 
 def _compare(first: Run, second: Run) -> dict[str, float]:
-    """Largest absolute differences, over all ranks; infinite where one side is missing or not finite."""
+    """Largest absolute differences, over all ranks."""
     differences = {
         "parameters": largest_difference(dict(first.ddp.named_parameters()), dict(second.ddp.named_parameters())),
         "optimizer state": largest_difference(_optimizer_state(first), _optimizer_state(second)),
@@ -424,32 +394,21 @@ def _optimizer_state(run: Run) -> dict[str, Any]:
 
 
 def largest_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
-    """Over all entries."""
-    if first.keys() != second.keys():
-        return math.inf
-    return max((_difference(first[name], second[name]) for name in first), default=0.0)
-
-
-def _difference(first: Any, second: Any) -> float:
-    if first is None or second is None:  # SGD without momentum keeps an empty buffer.
-        return 0.0 if first is second else math.inf
-    one, other = (torch.as_tensor(value).detach().to(torch.float64) for value in (first, second))
-    if one.shape != other.shape:
-        return math.inf
-    if one.numel() == 0:
-        return 0.0
-    largest = float((one - other).abs().max())  # NaN if there is one.
-    return largest if math.isfinite(largest) else math.inf
+    """Over all entries; infinite where a value is not finite."""
+    assert first.keys() == second.keys()
+    pairs = [(torch.as_tensor(first[name]), torch.as_tensor(second[name])) for name in first]
+    differences = [(one.detach().double() - other.detach().double()).abs().max() for one, other in pairs]
+    return max(float(one.nan_to_num(nan=math.inf)) for one in differences)
 
 
 # The report of rank 0 ------------------------------------------------------------------------------------------
 
 
-def present(results: Mapping[str, Any], settings: Settings) -> int:
+def present(results: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Prints and saves the results, and returns the exit code."""
-    plot = settings.output / "loss.png"
-    _save_plot(results, settings, plot)
-    print(f"\n{_table(results)}\n\n{_verdict(results, settings)}\nLoss curves: {plot}", flush=True)
+    plot = options.output / "loss.png"
+    _save_plot(results, options.optimizer, plot)
+    print(f"\n{_table(results)}\n\n{_verdict(results, options)}\nLoss curves: {plot}", flush=True)
     return 0 if results["passed"] else 1
 
 
@@ -468,7 +427,7 @@ def _table(results: Mapping[str, Any]) -> str:
     return "\n".join(f"{label:<32}{left:>12}{right:>12}".rstrip() for label, left, right in rows)
 
 
-def _verdict(results: Mapping[str, Any], settings: Settings) -> str:
+def _verdict(results: Mapping[str, Any], options: argparse.Namespace) -> str:
     """One line."""
     if results["must_be_equal"]:
         if results["passed"]:
@@ -476,14 +435,14 @@ def _verdict(results: Mapping[str, Any], settings: Settings) -> str:
         largest = max(results["largest_differences"].values())
         return f"NOT EQUAL: the largest difference is {largest:.3g}, and must be 0."
     reason = "these gradients are compressed, so that results differ"
-    if settings.chain in _EXACT:
+    if options.chain in _EXACT:
         reason = f"above {_EXACT_RANKS} ranks the order of summation may differ"
     points = 100 * (results["overlapped"]["accuracy"] - results["plain"]["accuracy"])
     outcome = "Compared by accuracy" if results["passed"] else "LESS ACCURATE"
     return f"{outcome} ({reason}): {points:+.1f} points, -{100 * _ACCURACY_SLACK:.0f} is allowed."
 
 
-def _save_plot(results: Mapping[str, Any], settings: Settings, path: Path) -> None:
+def _save_plot(results: Mapping[str, Any], optimizer: str, path: Path) -> None:
     """The loss curves of both runs as a PNG."""
     from matplotlib.figure import Figure
 
@@ -494,7 +453,7 @@ def _save_plot(results: Mapping[str, Any], settings: Settings, path: Path) -> No
     axes.plot(results["overlapped"]["losses"], color="#d62728", linewidth=1.2, linestyle="--", label="overlapped")
     axes.set_xlabel("training step")
     axes.set_ylabel("cross-entropy loss, mean over ranks (nats)")
-    axes.set_title(f"ResNet-18 on handwritten digits, {settings.optimizer}")
+    axes.set_title(f"ResNet-18 on handwritten digits, {optimizer}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

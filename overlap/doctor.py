@@ -10,8 +10,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -26,7 +25,10 @@ __all__ = ["add_arguments", "compare_with_plain", "run"]
 
 _DISTRIBUTION = "ddp-overlap"
 _LEAST_TORCH = (2, 11)
-_PACKAGES = ("numpy", "tqdm", "torchvision", "scikit-learn", "matplotlib", "lightning", "accelerate", "transformers")
+_PACKAGES = (
+    "numpy", "tqdm", "torchvision", "scikit-learn", "matplotlib", "lightning", "accelerate", "transformers", "torchft",
+    "torchcomms",
+)  # fmt: skip
 _VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
 _ONE_QUEUE, _ONE_ORDER, _ALGORITHMS = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_ALGO"
@@ -50,10 +52,11 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _versions() -> Iterator[str]:
-    _line("overlap", f"{overlap.__version__} ({_DISTRIBUTION} {_version(_DISTRIBUTION) or 'not installed'})")
+    installed = {one.name.lower(): one.version for one in distributions()}
+    _line("overlap", f"{overlap.__version__} ({_DISTRIBUTION} {installed.get(_DISTRIBUTION, 'not installed')})")
     _line("python", f"{platform.python_version()} on {platform.platform()}")
     _line("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
-    _line("packages", ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))))
+    _line("packages", ", ".join(f"{name} {installed[name]}" for name in _PACKAGES if name in installed))
     _line("overlap is in", str(Path(overlap.__file__).parent))
     _line("torch is in", str(Path(torch.__file__).parent))
     _line("executable", sys.executable)
@@ -62,21 +65,14 @@ def _versions() -> Iterator[str]:
         yield f"torch {torch.__version__} is too old: install {'.'.join(map(str, _LEAST_TORCH))} or later"
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _machine() -> Iterator[str]:
     _line("processor", f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     if not dist.is_available():
         yield "this build of torch comes without torch.distributed"
         return
-    names = [*dist.Backend.backend_list, *(["torchcomms"] if find_spec("torchcomms") else [])]
-    there = [name for name in names if name == "torchcomms" or dist.is_backend_available(name)]
-    _line("backends", ", ".join(name for name in there if name not in ("undefined", "fake")) or "none")
+    names = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    there = [name for name in names if dist.is_backend_available(name)]
+    _line("backends", ", ".join(there) or "none")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     _line("GPUs", "; ".join(gpus) or "none")
     for name, value in sorted(os.environ.items()):
@@ -104,11 +100,9 @@ def _works() -> Iterator[str]:
     """A chain on one rank; nothing of a build without Gloo."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return
-    is_own = not dist.is_initialized()
     try:
-        if is_own:
-            store = dist.HashStore()  # type: ignore[attr-defined] # Exported at run time, but not to type checkers.
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined] # Exported at run time, but not to type checkers.
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         differing = compare_with_plain()
         _line("a chain, a plain loop", "equal in every bit" if not differing else "NOT EQUAL")
         if differing:
@@ -116,7 +110,7 @@ def _works() -> Iterator[str]:
     except Exception as error:
         yield f"a process group and a model in it do not work here: {type(error).__name__}: {error}"
     finally:
-        if is_own and dist.is_initialized():
+        if dist.is_initialized():
             # Models and their reducers are in cycles, and hold the group. Its threads must end now and not while the
             # interpreter exits, when a thread that returns to Python is an error.
             gc.collect()

@@ -26,7 +26,6 @@ from overlap import (
     DQuantType,
     LocalSGD,
     OverlappedOptimizer,
-    Registration,
     Step,
     ZeroRedundancyOptimizer,
     ZeroStep,
@@ -76,26 +75,13 @@ def _raise_in_backward(rank: int) -> None:
     training.backward()
 
 
-def _stepped() -> tuple[DistributedDataParallel, Registration]:
+def _step_and_nothing(rank: int) -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters()))
-    registration = chain(AllReduce(), Step(optimizer)).register(ddp)
+    chain(AllReduce(), Step(optimizer)).register(ddp)
     for _ in range(4):
         ddp(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
-    return ddp, registration
-
-
-def _step_and_nothing(rank: int) -> None:
-    _stepped()
-
-
-def _removed_then_plain(rank: int) -> None:
-    ddp, registration = _stepped()
-    registration.remove()
-    for _ in range(4):
-        ddp(torch.randn(4, 64)).square().mean().backward()
-    dist.destroy_process_group()
 
 
 def _average_in_flight_and_destroy(rank: int) -> None:
@@ -121,7 +107,6 @@ ENDS: dict[str, tuple[Loop, int]] = {
     "destroy_process_group, wait": (_destroy_and_wait, 0),
     "an exception in backward": (_raise_in_backward, _RAISED),
     "Step, nothing": (_step_and_nothing, 0),
-    "remove, plain DDP, destroy_process_group": (_removed_then_plain, 0),
     "an average in flight, destroy_process_group": (_average_in_flight_and_destroy, 0),
     "auto_quantize": (_quantized, 0),
 }

@@ -22,8 +22,6 @@ from overlap import (
     OverlappedOptimizer,
     Step,
     UnsupportedError,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
     as_hook,
     chain,
     offload_wrapper,
@@ -68,13 +66,6 @@ def _interleaved() -> Loop:
     return ddp, optimizer, None
 
 
-def _zero() -> Loop:
-    ddp = _model()
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=True)
-    chain(ZeroStep(zero, gather="forward")).register(ddp)
-    return ddp, zero, None
-
-
 def _local() -> Loop:
     ddp = _model()
     local = LocalSGD(ddp, SGD(ddp.parameters()), period=2)
@@ -88,7 +79,7 @@ def _averager() -> Loop:
     return ddp, optimizer, lambda: averager.average_parameters(ddp.parameters())
 
 
-LOOPS = (_interleaved, _zero, _local, _averager)
+LOOPS = (_interleaved, _local, _averager)
 
 
 def _goes_on(rank: int, make: Callable[[], Loop]) -> None:

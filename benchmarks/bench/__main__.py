@@ -5,71 +5,57 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from benchmarks.bench.report import Report, markdown, table
 from benchmarks.bench.run import bench
-from benchmarks.bench.settings import OPTIMIZERS, Settings
-from benchmarks.bench.variants import registry
+from benchmarks.bench.variants import OPTIMIZERS, registry
 from benchmarks.models import WORKLOADS
 from overlap.errors import ConfigurationError
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `Settings`."""
-    default = Settings()
-    parser.epilog = f"variants: {', '.join(registry())}"
-    parser.add_argument("--ranks", type=int, default=default.ranks, help="processes, each a rank")
-    parser.add_argument("--bandwidth", metavar="SPEED", help="of each rank's link, e.g. 1gbit; needs root on Linux")
-    parser.add_argument("--model", choices=tuple(WORKLOADS), default=default.model)
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default=default.optimizer,
-                        help="of the variants whose name does not say")  # fmt: skip
-    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="of each rank")
-    parser.add_argument("--variants", type=_names, default=default.variants, metavar="A,B,...",
-                        help="besides the baselines; all if left out")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=default.steps, help="timed samples of each variant")
-    parser.add_argument("--warmup-steps", type=int, default=default.warmup_steps)
-    parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="size of DDP's buckets")
-    parser.add_argument("--gradient-as-bucket-view", action="store_true", help="DDP's option, for every variant")
-    parser.add_argument("--time-limit", type=float, dest="time_limit_s", metavar="SECONDS",
-                        default=default.time_limit_s, help="take fewer samples rather than longer")  # fmt: skip
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--json", metavar="FILE", help="save the numbers")
-    parser.add_argument("--show", metavar="FILE", help="run nothing: print an earlier --json FILE")
-    parser.add_argument("--markdown", metavar="FILE.md", help="save the table for a document")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark, prints and saves its results, and returns an exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench", description="Times variants against PyTorch's own."
+        prog="python -m benchmarks.bench",
+        description="Times variants against PyTorch's own.",
+        epilog=f"variants: {', '.join(registry())}",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_arguments(parser)
-    options = parser.parse_args(argv)
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="processes, each a rank")
+    add("--bandwidth", metavar="SPEED", help="of each rank's link, e.g. 1gbit; needs root on Linux")
+    add("--model", choices=tuple(WORKLOADS), default="resnet18")
+    add("--optimizer", choices=tuple(OPTIMIZERS), default="sgd", help="of the variants whose name does not say")
+    add("--batch-size", type=int, default=8, help="of each rank")
+    add("--variants", type=_names, default=(), metavar="A,B,...", help="besides the baselines; all if left out")
+    add("--steps", type=int, default=20, help="timed samples of each variant")
+    add("--warmup-steps", type=int, default=3, help="before them, three at least")
+    add("--bucket-cap-mb", type=float, metavar="MB", help="size of DDP's buckets")
+    add("--gradient-as-bucket-view", action="store_true", help="DDP's option, for every variant")
+    add("--time-limit", type=float, dest="time_limit_s", metavar="SECONDS", default=420.0,
+        help="for the whole run: takes fewer samples rather than longer")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="save the numbers")
+    add("--show", type=Path, metavar="FILE", help="run nothing: print an earlier --json FILE")
+    add("--markdown", type=Path, metavar="FILE.md", help="save the table for a document")
+    settings = parser.parse_args(argv)
+    # DDP rebuilds its buckets after the first step, and PyTorch's PowerSGD starts at the third.
+    if settings.ranks < 2 or settings.warmup_steps < 3:
+        parser.error("--ranks are at least 2, and --warmup-steps at least 3")
     try:
-        settings = Settings(**{entry.name: getattr(options, entry.name) for entry in fields(Settings)})
-        report = bench(settings) if options.show is None else _load(options.show)
+        report = bench(settings) if settings.show is None else Report.load(settings.show)
     except ConfigurationError as error:
         parser.error(str(error))
     print(table(report), flush=True)
     if settings.markdown is not None:
-        Path(settings.markdown).write_text(markdown(report))
+        settings.markdown.write_text(markdown(report))
     if settings.json is not None:
         report.save(settings.json)
     return 0
-
-
-def _load(path: str) -> Report:
-    try:
-        return Report.load(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"show={path!r} is not a report that --json saved: {error}") from None
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,14 +1,14 @@
-"""The rows of a benchmark: made of the ranks' measurements, saved as JSON, shown as tables and a picture."""
+"""The rows of a benchmark: made of the ranks' measurements, saved as JSON, shown as tables."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.settings import FILES, Settings
 from benchmarks.bench.timing import Measurements, StepProfile
 from benchmarks.bench.variants import COMPUTE_ONLY, Variant, registry
 from benchmarks.measuring import quartiles
@@ -63,9 +63,9 @@ class Report:
         return cls(machine=raw["machine"], settings=raw["settings"], rows=tuple(Row(**row) for row in raw["rows"]))
 
 
-def make_report(settings: Settings, network: Network, variants: tuple[str, ...], measurements: Measurements) -> Report:
+def make_report(settings: Namespace, network: Network, variants: tuple[str, ...], measurements: Measurements) -> Report:
     link_bytes_per_s = min(one.link_bytes_per_s for one in measurements.profiles)
-    shown = {key: value for key, value in asdict(settings).items() if key not in FILES}
+    shown = {key: value for key, value in vars(settings).items() if key not in ("json", "markdown", "show")}
     shown |= {
         "variants": list(variants),
         "link": network.kind,
@@ -80,7 +80,7 @@ def make_report(settings: Settings, network: Network, variants: tuple[str, ...],
     return Report(machine=measurements.profiles[0].machine, settings=shown, rows=rows)
 
 
-def _row(settings: Settings, measurements: Measurements, name: str, link_bytes_per_s: float) -> Row:
+def _row(settings: Namespace, measurements: Measurements, name: str, link_bytes_per_s: float) -> Row:
     variant = registry()[name]
     baseline = variant.baseline_name(settings)
     timing = measurements.timing_of(name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 
 from benchmarks.bench.report import Report, make_report
-from benchmarks.bench.settings import Settings
 from benchmarks.bench.timing import Measurements, profile_model, time_variants, try_variant
 from benchmarks.bench.variants import choose, registry, with_baselines
 from benchmarks.ranks import Network, RankError, open_network, run_on_ranks
@@ -18,7 +18,7 @@ _LEAST_TRIAL_S = 15.0
 _USABLE = 0.7
 
 
-def bench(settings: Settings) -> Report:
+def bench(settings: Namespace) -> Report:
     """Runs the benchmark of the settings."""
     until = time.time() + settings.time_limit_s - _CLOSING_S
     variants = choose(settings)
@@ -26,7 +26,7 @@ def bench(settings: Settings) -> Report:
         return make_report(settings, network, variants, _measure(settings, network, variants, until))
 
 
-def _measure(settings: Settings, network: Network, variants: tuple[str, ...], until: float) -> Measurements:
+def _measure(settings: Namespace, network: Network, variants: tuple[str, ...], until: float) -> Measurements:
     longest_s = 2 * network.timeout_s
     found = Measurements(profiles=run_on_ranks(network, profile_model, settings, limit_s=longest_s))
     longest_trial_s = 0.0
@@ -51,7 +51,7 @@ def _measure(settings: Settings, network: Network, variants: tuple[str, ...], un
     return found
 
 
-def _time(found: Measurements, settings: Settings, network: Network, names: tuple[str, ...], until: float) -> None:
+def _time(found: Measurements, settings: Namespace, network: Network, names: tuple[str, ...], until: float) -> None:
     """Times variants together; one that ends the processes is left out of a new try."""
     alone = [name for name in names if registry()[name].timed_alone]
     while names:
@@ -75,7 +75,7 @@ def _time(found: Measurements, settings: Settings, network: Network, names: tupl
             return
 
 
-def _timing_groups(found: Measurements, settings: Settings) -> list[tuple[str, ...]]:
+def _timing_groups(found: Measurements, settings: Namespace) -> list[tuple[str, ...]]:
     """Splits the variants into as few groups as memory allows; each has the baselines that it needs.
 
     A variant that is `timed_alone` has a group of its own, before the others, which then get the time that it saves by

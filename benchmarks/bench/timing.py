@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.bench.settings import OPTIMIZERS, Settings
-from benchmarks.bench.variants import TrainingLoop, TrainingSetup, Variant, registry
+from benchmarks.bench.variants import OPTIMIZERS, TrainingLoop, TrainingSetup, Variant, registry
 from benchmarks.measuring import Counting, MemoryMeter, available_bytes, describe_machine, sent_bytes_counter
 from benchmarks.ranks import World
 from overlap.timeline.recording import Clock, clock_for
@@ -83,7 +83,7 @@ class Measurements:
         return max((samples for samples in self.timings if name in samples), key=len, default=None)
 
 
-def try_variant(world: World, settings: Settings, name: str) -> Trial:
+def try_variant(world: World, settings: Namespace, name: str) -> Trial:
     """Runs a variant for a few steps."""
     one = registry()[name]
     meter = MemoryMeter(world.device)
@@ -111,11 +111,11 @@ def try_variant(world: World, settings: Settings, name: str) -> Trial:
     return Trial(sent_bytes_per_step=sent / steps, peak_memory_bytes=meter.peak_bytes())
 
 
-def _built(world: World, settings: Settings, one: Variant) -> TrainingLoop:
+def _built(world: World, settings: Namespace, one: Variant) -> TrainingLoop:
     return one.build(TrainingSetup(settings=settings, device=world.device, optimizer_name=one.optimizer_name(settings)))
 
 
-def profile_model(world: World, settings: Settings) -> ModelProfile:
+def profile_model(world: World, settings: Namespace) -> ModelProfile:
     """Measures the model without communication, and the link without the model."""
     limit_bytes = available_bytes(world.device, world.network.ranks)
     return ModelProfile(
@@ -126,7 +126,7 @@ def profile_model(world: World, settings: Settings) -> ModelProfile:
     )
 
 
-def _profile_step(world: World, settings: Settings) -> StepProfile:
+def _profile_step(world: World, settings: Namespace) -> StepProfile:
     setup = TrainingSetup(settings=settings, device=world.device, optimizer_name=settings.optimizer)
     ddp = setup.ddp()
     clock = clock_for(world.device)
@@ -205,7 +205,7 @@ class _Timed:
     steps: int
 
 
-def time_variants(world: World, settings: Settings, names: tuple[str, ...], until: float) -> dict[str, list[float]]:
+def time_variants(world: World, settings: Namespace, names: tuple[str, ...], until: float) -> dict[str, list[float]]:
     """Times variants against each other until Unix time `until`; returns each one's samples in ms per step."""
     ready = []
     for name in names:
@@ -225,7 +225,7 @@ def time_variants(world: World, settings: Settings, names: tuple[str, ...], unti
     return samples
 
 
-def _warmed_up(world: World, settings: Settings, one: Variant) -> _Timed:
+def _warmed_up(world: World, settings: Namespace, one: Variant) -> _Timed:
     loop = _built(world, settings, one)
     with loop.block(settings.warmup_steps):
         for _ in range(settings.warmup_steps):

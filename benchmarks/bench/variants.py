@@ -7,6 +7,7 @@ Most are a line: a recipe with a name. One that needs more than a model and an u
 from __future__ import annotations
 
 import contextlib
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantizat
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from benchmarks.bench.settings import LEARNING_RATE, OPTIMIZERS, Settings
 from benchmarks.models import WORKLOADS
 from benchmarks.recipes import (
     Maker,
@@ -34,7 +34,6 @@ from benchmarks.recipes import (
     torch_hook_then_optimizer,
     torch_powersgd,
     torch_zero,
-    torch_zero_interleaved,
 )
 from overlap import (
     AllReduce,
@@ -54,6 +53,15 @@ from overlap import (
     optim,
 )  # fmt: skip
 from overlap.errors import ConfigurationError
+
+# A small step keeps random labels from blowing up the weights.
+LEARNING_RATE = 1e-4
+OPTIMIZERS = {
+    "sgd": Maker(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}),
+    "sgd-fused": Maker(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9, "fused": True}),
+    "adamw": Maker(torch.optim.AdamW, {"lr": LEARNING_RATE, "foreach": False}),
+    "adamw-fused": Maker(torch.optim.AdamW, {"lr": LEARNING_RATE, "fused": True}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +84,7 @@ class TrainingSetup:
     With a group of its own, a variant that leaves collectives half done does not break the others.
     """
 
-    settings: Settings
+    settings: Namespace
     device: torch.device
     # The variant's own, or that of `--optimizer`.
     optimizer_name: str
@@ -154,17 +162,17 @@ class Variant:
     # With which it is run if no variants are named; a refusal by a backend becomes a row that says so.
     backends: tuple[str, ...] = ("gloo", "nccl")
 
-    def optimizer_name(self, settings: Settings) -> str:
+    def optimizer_name(self, settings: Namespace) -> str:
         return self.optimizer or settings.optimizer
 
-    def baseline_name(self, settings: Settings) -> str:
+    def baseline_name(self, settings: Namespace) -> str:
         if self.baseline is not None:
             return self.baseline
         # AdamW rows are compared with the fastest plain AdamW, whichever kernel they use themselves.
         optimizer = self.optimizer_name(settings)
         return f"ddp-{optimizer}" if optimizer.startswith("sgd") else "ddp-adamw-fused"
 
-    def baseline_16bit_name(self, settings: Settings) -> str:
+    def baseline_16bit_name(self, settings: Namespace) -> str:
         """PyTorch's own hook that halves the bytes, with the same kind of optimizer."""
         return "torch-fp16" if self.optimizer_name(settings).startswith("sgd") else "torch-fp16-adamw"
 
@@ -236,7 +244,6 @@ def _sharded_rows(name: str, *, optimizer: str, **options: Any) -> None:
 
 _row("torch-zero-sgd", torch_zero, optimizer="sgd")
 _row("torch-zero-adamw", torch_zero, optimizer="adamw")
-_row("torch-zero-interleaved-adamw", torch_zero_interleaved, optimizer="adamw", backends=("nccl",))
 _sharded_rows("overlap-zero-sgd", optimizer="sgd")
 _sharded_rows("overlap-zero-adamw", optimizer="adamw-fused")
 
@@ -395,7 +402,7 @@ def _overlap_auto(setup: TrainingSetup) -> TrainingLoop:
     return setup.loop(ddp, Update(optimizers=(optimizer,), clear=optimizer.zero_grad, finish=finish))
 
 
-def choose(settings: Settings) -> tuple[str, ...]:
+def choose(settings: Namespace) -> tuple[str, ...]:
     """The variants to run: those asked for or all that fit the backend, with the baselines they are compared to."""
     backend = "gloo" if settings.device == "cpu" else "nccl"
     known = registry()
@@ -406,7 +413,7 @@ def choose(settings: Settings) -> tuple[str, ...]:
     return with_baselines(asked, settings)
 
 
-def with_baselines(names: Iterable[str], settings: Settings) -> tuple[str, ...]:
+def with_baselines(names: Iterable[str], settings: Namespace) -> tuple[str, ...]:
     """`names`, the baselines of their ratios, and compute-only, in the order of the table."""
     known = registry()
     wanted = {COMPUTE_ONLY, *names}

@@ -12,7 +12,7 @@ from benchmarks.measuring import describe_machine
 from benchmarks.pages import write_between
 from benchmarks.race.contest import CONTESTANTS, race
 from benchmarks.race.results import Course, Results
-from benchmarks.race.tables import markdown, save_picture, terminal
+from benchmarks.race.tables import markdown, terminal
 from benchmarks.race.tasks import load_task
 from benchmarks.ranks import open_network
 from overlap.errors import ConfigurationError
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batch-size", type=int, default=64, help="of all ranks together")
     add("--width", type=int, help="first channels of ResNet-18 (16, usually 64), or width of the Transformer (128)")
     add("--output", type=Path, default=Path("overlap-race"), metavar="DIR",
-        help="for race.json and race.png; trainings that race.json holds are not repeated")  # fmt: skip
-    add("--show", action="store_true", help="train nothing: print and draw race.json")
+        help="for race.json; trainings that it holds are not repeated")  # fmt: skip
+    add("--show", action="store_true", help="train nothing: print race.json")
     add("--into", type=Path, metavar="FILE.md", help="write every table into a document, between two comments there")
     options = parser.parse_args(argv)
     try:
@@ -84,8 +84,7 @@ def _run(options: argparse.Namespace) -> None:
         for course in results.courses
     }
     print("\n\n".join(terminal(course, results.courses[course], targets[course]) for course in shown))
-    save_picture({course: results.courses[course] for course in shown}, targets, path.with_suffix(".png"))
-    print(f"\nCurves: {path.with_suffix('.png')}\nResults: {path}", flush=True)
+    print(f"\nResults: {path}", flush=True)
     if options.into is not None:
         tables = (markdown(course, cells, targets[course]) for course, cells in results.courses.items())
         write_between(options.into, BEGIN, END, "\n\n".join(tables))

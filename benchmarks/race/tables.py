@@ -1,26 +1,19 @@
-"""The standings of a race, as a table and as a picture of the curves."""
+"""The standings of a race, as a table."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from benchmarks.pages import in_columns, in_markdown
 from benchmarks.race.contest import CONTESTANTS
 from benchmarks.race.results import OK, Cell, Course
 
 _BASELINE = "ddp"
-# By the task's name: the metric, its axis, and whether more is better.
-_METRICS = {
-    "digits": ("accuracy", "accuracy on the test split", True),
-    "text": ("loss", "loss on held-out text (nats a byte)", False),
-}
-_INK, _THEIRS, _GRID = "#111111", "#8c6d31", "#e2e2e2"
-_OURS = ("#1f77b4", "#17a2b8", "#2ca02c", "#98c13d", "#d62728", "#9467bd", "#e377c2", "#ff7f0e")
+# By the task's name: the metric, and whether more is better.
+_METRICS = {"digits": ("accuracy", True), "text": ("loss", False)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +39,7 @@ class Standing:
 
 def standings(course: Course, cells: Sequence[Cell], target: float) -> list[Standing]:
     """A line for each contestant, in the order of the table, plain DDP first."""
-    higher_is_better = _METRICS[course.task][2]
+    higher_is_better = _METRICS[course.task][1]
 
     def place(cell: Cell) -> int | None:
         """The first evaluation that reaches the target."""
@@ -132,7 +125,7 @@ def _texts(course: Course, one: Standing) -> list[str]:
     if len(finite) < seeds:
         time += f" ({len(finite)} of {seeds})"
     # A value that was not finite counts as worse than any.
-    worst = -math.inf if _METRICS[course.task][2] else math.inf
+    worst = -math.inf if _METRICS[course.task][1] else math.inf
     final = statistics.median(worst if cell.metric[-1] is None else cell.metric[-1] for cell in one.cells)
     return [
         one.contestant,
@@ -143,67 +136,3 @@ def _texts(course: Course, one: Standing) -> list[str]:
         f"{statistics.median(cell.sent_bytes or 0 for cell in one.cells) / 1e6:.1f}",
         f"{final:.3f}" if math.isfinite(final) else "not finite",
     ]
-
-
-def save_picture(courses: Mapping[Course, Sequence[Cell]], targets: Mapping[Course, float], path: Path) -> None:
-    """Draws every course: the metric over the seconds of training, and the target as a line across it.
-
-    A dot on the target's line is the evaluation at which the median seed is through.
-    """
-    # Without a window system: races run on servers.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = min(2, len(courses))
-    rows = math.ceil(len(courses) / columns)
-    figure = Figure(figsize=(6.4 * columns + 0.4, 4.6 * rows), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for panel, (course, cells) in zip(panels, courses.items(), strict=False):
-        _draw(panel, course, cells, targets[course])
-    for panel in panels[len(courses) :]:
-        panel.set_visible(False)
-    figure.savefig(path)
-
-
-def _draw(axes: Any, course: Course, cells: Sequence[Cell], target: float) -> None:
-    name, label, higher_is_better = _METRICS[course.task]
-    # The legend is in the order of arrival.
-    for one in sorted(standings(course, cells, target), key=lambda one: one.time_s):
-        if not one.cells:
-            continue
-        # All seeds are evaluated after the same steps. A value that is not finite leaves a gap.
-        seconds = [statistics.median(times) for times in zip(*(cell.seconds for cell in one.cells), strict=True)]
-        values = [
-            [math.nan] if None in column else list(column)
-            for column in zip(*(cell.metric for cell in one.cells), strict=True)
-        ]
-        is_plain = one.contestant == _BASELINE
-        text = f"{one.contestant}: " + ("never" if math.isinf(one.time_s) else f"{one.time_s:.1f} s")
-        text += "" if one.ratio is None else f" ({one.ratio:.2f})"
-        color = _color(one.contestant)
-        axes.plot(seconds, list(map(statistics.median, values)), color=color, lw=2.6 if is_plain else 1.7,
-                  zorder=5 if is_plain else 4, label=text)  # fmt: skip
-        axes.fill_between(seconds, list(map(min, values)), list(map(max, values)), color=color, alpha=0.12, lw=0)
-        if math.isfinite(one.time_s):
-            axes.plot(one.time_s, target, "o", color=color, ms=6, mec="white", mew=0.8, zorder=6)
-    axes.axhline(target, color=_INK, lw=0.9, ls="--", zorder=2)
-    axes.set_xlim(left=0)
-    # Where the race is decided: the loss of an untrained model is far from all others.
-    trained = [value for cell in cells for value in cell.metric[1:] if value is not None] or [target]
-    margin = 0.05 * (max(trained) - min(trained)) or 0.05
-    axes.set_ylim((0, 1) if higher_is_better else (min(*trained, target) - margin, max(*trained, target) + margin))
-    axes.set_xlabel("seconds of training", fontsize=10)
-    axes.set_ylabel(label, fontsize=10)
-    axes.set_title(f"{course.task}, {course.ranks} ranks, {course.link}", fontsize=11, loc="left")
-    axes.grid(color=_GRID, zorder=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    where = "lower right" if higher_is_better else "upper right"
-    axes.legend(fontsize=8, loc=where, framealpha=0.9, title=f"time to {name} {target:g}", title_fontsize=8)
-
-
-def _color(name: str) -> str:
-    if name == _BASELINE:
-        return _INK
-    ours = [other for other in CONTESTANTS if other.startswith("overlap-")]
-    return _OURS[ours.index(name) % len(_OURS)] if name in ours else _THEIRS

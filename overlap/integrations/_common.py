@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap._checks import check_ddp, described
 from overlap.errors import ConfigurationError
-from overlap.hooks import Registration, Role, Stage, chain
+from overlap.hooks import Chain, Registration, Stage, chain
 from overlap.hooks.stage import walk
 from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
-from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.update import Update
 from overlap.resume import TrainState
 from overlap.resume.train_state import remembers
 
-__all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run", "load_files", "needs", "save_files"]
+__all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run", "load_files", "save_files"]
 
 ChainFor = Stage | Sequence[Stage] | Callable[..., Stage]
 LocalSGDFor = Callable[[DistributedDataParallel, Any], LocalSGD]
 
 _logger = logging.getLogger("overlap.integrations")
-
-
-@contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Wraps the imports of the package that ``extra`` of the distribution installs and is named after.
-
-    Raises:
-        ImportError: it is not installed; the message says how to install it.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != extra:
-            raise  # It is there, and something that it needs is not.
-        raise ImportError(
-            f"overlap.integrations.{extra} needs the package {extra}: pip install '.[{extra}]' in a clone of overlap",
-            name=error.name,
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -102,9 +81,13 @@ class Run:
     ) -> None:
         self.ddp = check_ddp(model)
         self.given = list(optimizers)
-        self.optimizers: list[Any] = list(optimizers)
+        self.optimizers: list[Any] = self.given
         """What the training loop is to step, in the place of those given."""
+        self.updates: list[Update[Any]] = []
+        """Those of the chain."""
         self.registration: Registration | None = None
+        self.is_local = recipe.local_sgd is not None
+        """Whether ranks have models of their own, between two averages."""
         if recipe.local_sgd is not None:
             if len(self.given) != 1:
                 raise ConfigurationError(f"local_sgd takes one optimizer, and there are {len(self.given)}")
@@ -113,66 +96,45 @@ class Run:
                 raise ConfigurationError(f"local_sgd returned {described(local)}, and not a LocalSGD")
             self.optimizers, self.registration = [local], local.registration
         elif recipe.chain is not None:
-            made: Any = recipe.chain
-            if not isinstance(made, Stage):
-                self.optimizers = [_overlapped(one) for one in self.given]
-                made = made(*self.optimizers)
-                made = chain(*made) if isinstance(made, (list, tuple)) else made
-                if not isinstance(made, Stage):
-                    raise ConfigurationError(
-                        f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
-                        f"returned {described(made)}"
-                    )
-                if not any(isinstance(stage, Update) for stage in walk(made)):
-                    self.optimizers = list(optimizers)
-            for update in walk(made) if late else ():
-                if not isinstance(update, Update) or _is_left(update):
-                    continue
-                update.defer()
-                if not _is_left(update):
-                    raise ConfigurationError(
-                        f"{late}, but {update!r} has made the update in backward by then: use "
-                        f"{update.form.deferred_code}{instead}"
-                    )
-                _logger.info("%s: the update of the chain is %r", late, update)
-            self.registration = chain(made).register(self.ddp)
+            self.registration = self._chain(recipe.chain, late, instead).register(self.ddp)
+        self.sharded = [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+        """The optimizers whose state is divided among the ranks."""
         # What all ranks have alike is in the framework's own checkpoint; ranks of local SGD have little alike.
-        omit = () if recipe.local_sgd is not None else ("model", "optimizer")
-        self.state = TrainState(self.ddp, self.optimizers, omit=omit)
+        self.state = TrainState(self.ddp, self.optimizers, omit=() if self.is_local else ("model", "optimizer"))
         """What the framework's own checkpoint lacks."""
 
-    @property
-    def is_local(self) -> bool:
-        """Whether ranks have models of their own, between two averages."""
-        return any(isinstance(one, LocalSGD) for one in self.optimizers)
+    def _chain(self, given: Any, late: str, instead: str) -> Chain:
+        """The chain to register, which a :class:`Recipe` was given."""
+        made: Any = given
+        overlapped = self.given
+        if not isinstance(made, Stage):
+            overlapped = [_overlapped(one) for one in self.given]
+            made = made(*overlapped)
+            made = chain(*made) if isinstance(made, (list, tuple)) else made
+            if not isinstance(made, Stage):
+                raise ConfigurationError(
+                    f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
+                    f"returned {described(made)}"
+                )
+        self.updates = [stage for stage in walk(made) if isinstance(stage, Update)]
+        if self.updates:
+            self.optimizers = overlapped
+        for update in self.updates if late else ():
+            if update.updates_after_backward:
+                continue
+            update.defer()
+            if not update.updates_after_backward:
+                raise ConfigurationError(
+                    f"{late}, but {update!r} has made the update in backward by then: use "
+                    f"{update.form.deferred_code}{instead}"
+                )
+            _logger.info("%s: the update of the chain is %r", late, update)
+        return chain(made)
 
     @property
-    def sharded(self) -> list[ZeroRedundancyOptimizer]:
-        """The optimizers whose state is divided among the ranks."""
-        return [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
-
-    def has_any(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether one of ``parameters`` is the model's."""
-        own = set(map(id, self.ddp.parameters()))
-        return any(id(parameter) in own for parameter in parameters)
-
-    @property
-    def updates(self) -> dict[Stage, Form]:
-        """The updates in the chain, and when each is made."""
-        stages = [] if self.registration is None else walk(self.registration.stage)
-        lifecycles = {stage: getattr(stage, "lifecycle", None) for stage in stages if stage.role is Role.UPDATE}
-        return {stage: its.form for stage, its in lifecycles.items() if isinstance(its, UpdateLifecycle)}
-
-    @property
-    def makes_updates_in_backward(self) -> bool:
-        """Whether an update in the chain is made in backward, so that its gradients are read-only after it."""
-        return any(form.outcome is not Phase.REDUCED for form in self.updates.values())
-
-    @property
-    def hides_gradients(self) -> bool:
-        """Whether the gradients of an update cannot be read: a rank has its part alone, or they are released."""
-        releases = any(isinstance(one, Update) and one.releases_gradients for one in self.updates)
-        return releases or bool(self.sharded and self.updates)
+    def has_updates(self) -> bool:
+        """Whether something registered makes the updates, and not the framework."""
+        return self.is_local or bool(self.updates)
 
     def consolidate(self) -> None:
         """Gather divided states on rank 0, whose ``state_dict()`` a framework saves; every rank calls it."""
@@ -184,11 +146,6 @@ class Run:
         if self.registration is not None:
             self.registration.remove()
             self.registration = None
-
-
-def _is_left(update: Update[Any]) -> bool:
-    """Whether ``step()`` makes the update."""
-    return update.form.outcome is Phase.REDUCED
 
 
 def _overlapped(optimizer: Optimizer) -> Optimizer:

@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import patch_optimizer_step
+from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, needs, save_files
-
-with needs("accelerate"):
-    from accelerate import Accelerator, DistributedType
-    from accelerate.optimizer import patch_optimizer_step
-    from accelerate.utils import DDPCommunicationHookType
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, save_files
 
 __all__ = ["prepare", "remove"]
 
@@ -116,10 +113,11 @@ class Attached:
         self._accelerator = accelerator
         self._holders: dict[Run, list[Any]] = {}
         self._folder = ""
-        accelerator.clip_grad_norm_ = self._clip_norm(accelerator.clip_grad_norm_)
+        self._clip, self._load = accelerator.clip_grad_norm_, accelerator.load_state
+        accelerator.clip_grad_norm_ = self._clip_grad_norm
+        accelerator.load_state = self._load_state
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._note_folder)
-        accelerator.load_state = self._load_state(accelerator.load_state)
 
     @classmethod
     def to(cls, accelerator: Accelerator) -> Attached:
@@ -140,7 +138,7 @@ class Attached:
         self._holders[run] = list(accelerated)
         for outer, inner in zip(accelerated, run.optimizers, strict=True):
             _put_in(outer, inner)
-            if outer.scaler is not None and (run.updates or run.is_local):
+            if outer.scaler is not None and run.has_updates:
                 outer.step = _step_that_tells_of_skips(outer)
 
     def detach(self, run: Run) -> None:
@@ -159,28 +157,22 @@ class Attached:
             if kept.isdisjoint(map(id, holders)):
                 self.detach(run)
 
-    def _clip_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """Gradients of a divided optimizer are clipped by its own method; those that cannot be changed say so."""
-
-        @wraps(clip)
-        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-            wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            updating = [run for run in self.runs if run.updates and run.has_any(wanted)]
-            if sharded := [zero for run in updating for zero in run.sharded]:
-                covered = {id(parameter) for group in sharded[0].param_groups for parameter in group["params"]}
-                if len(sharded) > 1 or {id(parameter) for parameter in wanted if parameter.requires_grad} != covered:
-                    raise ConfigurationError(
-                        "clip_grad_norm_ of a divided optimizer takes all of its parameters, and no others: give them, "
-                        "or use ClipGradNorm in the chain"
-                    )
-                self._accelerator.unscale_gradients()
-                return sharded[0].clip_grad_norm_(max_norm, norm_type)
-            if max_norm == float("inf") and any(run.makes_updates_in_backward for run in updating):
-                # They are read-only.
-                return get_total_norm([one.grad for one in wanted if one.grad is not None], norm_type)
-            return clip(wanted, max_norm, norm_type)
-
-        return clip_grad_norm_
+    def _clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """``accelerator.clip_grad_norm_``; gradients of a divided optimizer are clipped by its own method."""
+        wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        asked = {id(parameter) for parameter in wanted if parameter.requires_grad}
+        updating = [run for run in self.runs if run.updates and not asked.isdisjoint(map(id, run.ddp.parameters()))]
+        sharded = [zero for run in updating for zero in run.sharded]
+        if not sharded:
+            return self._clip(wanted, max_norm, norm_type)
+        covered = {id(parameter) for group in sharded[0].param_groups for parameter in group["params"]}
+        if len(sharded) > 1 or asked != covered:
+            raise ConfigurationError(
+                "clip_grad_norm_ of a divided optimizer takes all of its parameters, and no others: give them, or use "
+                "ClipGradNorm in the chain"
+            )
+        self._accelerator.unscale_gradients()
+        return sharded[0].clip_grad_norm_(max_norm, norm_type)
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         self.detach_freed()
@@ -191,17 +183,12 @@ class Attached:
     def _note_folder(self, models: Any, folder: str) -> None:
         self._folder = folder
 
-    def _load_state(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Ours is loaded after what Accelerate loads, whose hook comes before."""
-
-        @wraps(load)
-        def load_state(*args: Any, **kwargs: Any) -> Any:
-            result = load(*args, **kwargs)
-            self.detach_freed()
-            load_files(self._folder, self._accelerator.process_index, self.runs)
-            return result
-
-        return load_state
+    def _load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """``accelerator.load_state``, and then ours; Accelerate's hook comes before what it loads itself."""
+        result = self._load(*args, **kwargs)
+        self.detach_freed()
+        load_files(self._folder, self._accelerator.process_index, self.runs)
+        return result
 
 
 def _check_kind(accelerator: Accelerator) -> None:

@@ -8,20 +8,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.hooks import AllReduce, Stage
 from overlap.hooks import chain as chain_of
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, needs
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run
 from overlap.optim import Step
 from overlap.resume.train_state import remembers
-
-with needs("lightning"):
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-    from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities import GradClipAlgorithmType
 
 __all__ = ["OverlapStrategy"]
 
@@ -93,7 +92,7 @@ class OverlapStrategy(DDPStrategy):
         self._last = None
         self._run = Run(self._recipe, self.model, self.optimizers, late=late, instead=instead)
         self.optimizers = self._run.optimizers
-        if self._run.updates or self._run.is_local:
+        if self._run.has_updates:
             self.precision_plugin.clip_gradients = self._clip
 
     @property

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback
 
-from overlap.errors import ConfigurationError
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, needs, save_files
-from overlap.optim import ZeroRedundancyOptimizer
-
-with needs("transformers"):
-    from transformers import Trainer, TrainerCallback
-
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, save_files
 from overlap.integrations.accelerate import Attached, attach
 
 __all__ = ["OverlapCallback", "OverlapMixin", "OverlapTrainer"]
@@ -31,13 +24,17 @@ class OverlapMixin:
 
     If stages have state, a checkpoint has an additional file for each rank, ``overlap-rank-0.pt``.
 
+    A sharded update needs a sharded optimizer; the Trainer makes it with its own groups of parameters::
+
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        sharded = ZeroRedundancyOptimizer, {"optimizer_class": kind, **options}
+        OverlapTrainer(model, args, optimizer_cls_and_kwargs=sharded, chain=lambda zero: chain(ZeroStep(zero)))
+
     Args:
         chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a list of stages; or a
             function of the optimizer that returns a stage with an update: it is called with an ``OverlappedOptimizer``,
             or with the ``ZeroRedundancyOptimizer``.
         local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``.
-        zero: divide the state of the Trainer's optimizer among the ranks: ``True``, or options of
-            ``ZeroRedundancyOptimizer.from_optimizer``.
         *args, **kwargs: the Trainer's.
 
     Raises:
@@ -45,34 +42,16 @@ class OverlapMixin:
             ``max_grad_norm`` or scales, and an update of the chain cannot be left to ``step()``.
     """
 
-    optimizer: Any
-
     def __init__(
-        self,
-        *args: Any,
-        chain: ChainFor | None = None,
-        local_sgd: LocalSGDFor | None = None,
-        zero: bool | Mapping[str, Any] = False,
-        **kwargs: Any,
+        self, *args: Any, chain: ChainFor | None = None, local_sgd: LocalSGDFor | None = None, **kwargs: Any
     ) -> None:
-        if zero and local_sgd is not None:
-            raise ConfigurationError("zero and local_sgd were both given: local SGD keeps the whole state on each rank")
         self.overlap_recipe = Recipe(chain, local_sgd)
         self.overlap_run: Run | None = None
         """What is registered, during ``train()``."""
         self.overlap_resume: str | None = None
         """The checkpoint that ``train()`` resumes from, until it is loaded."""
-        self._zero = {} if zero is True else dict(zero) if zero else None
         super().__init__(*args, **kwargs)
         self.add_callback(OverlapCallback(self))  # type: ignore[attr-defined]
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
-        is_new = self.optimizer is None
-        optimizer: Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if is_new and self._zero is not None:
-            optimizer = ZeroRedundancyOptimizer.from_optimizer(optimizer, **self._zero)
-        self.optimizer = optimizer
-        return optimizer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         run = self.overlap_run
@@ -87,9 +66,9 @@ class OverlapMixin:
         self.overlap_resume = checkpoint
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The norm that is logged; none where gradients cannot be read."""
-        run = self.overlap_run
-        if grad_norm is None and run is not None and run.hides_gradients:
+        """The norm that is logged; none where an update in backward has used the gradients."""
+        updates = [] if self.overlap_run is None else self.overlap_run.updates
+        if grad_norm is None and not all(update.updates_after_backward for update in updates):
             return None
         return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 

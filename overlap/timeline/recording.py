@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -252,7 +252,7 @@ class Recorder:
         def before_module(module: Any, inputs: Any) -> None:
             self._follow("buffers", "forward")
 
-        eager = torch.compiler.disable  # They are not part of a compiled forward.
+        eager: Callable[..., Any] = torch.compiler.disable  # They are not part of a compiled forward.
         with ExitStack() as handles:
             # Before all other hooks: code of a registered stage before a forward belongs to that step.
             handles.enter_context(ddp.register_forward_pre_hook(eager(self._before_forward), prepend=True))

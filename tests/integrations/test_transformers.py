@@ -14,6 +14,8 @@ from playing import check_row
 from torch import nn
 from transformers import TrainerCallback
 
+from overlap import ZeroRedundancyOptimizer
+
 SAVED_AFTER = 3
 
 
@@ -66,8 +68,11 @@ def _trainer(form: str, folder: str, *, clip: float | None = None, is_resumed: b
     if form == "plain":
         return type("PlainTrainer", (_Losses, Trainer), {})(model, args, train_dataset=data, eval_dataset=data[:8])
     options = options_of(form, clip=clip, is_resumed=is_resumed)
+    if form.startswith("zero"):
+        kind, of_kind = Trainer.get_optimizer_cls_and_kwargs(args)
+        options["optimizer_cls_and_kwargs"] = ZeroRedundancyOptimizer, {"optimizer_class": kind, **of_kind}
     cls = type("OursTrainer", (_Losses, OverlapMixin, Trainer), {})
-    return cls(model, args, train_dataset=data, eval_dataset=data[:8], zero=form.startswith("zero"), **options)
+    return cls(model, args, train_dataset=data, eval_dataset=data[:8], **options)
 
 
 def _left(trainer: Any) -> dict[str, Any]:
