@@ -137,8 +137,7 @@ class Run:
                 _logger.info("%s: the update of the chain is %r", late, update)
             self.registration = chain(made).register(self.ddp)
         # What all ranks have alike is in the framework's own checkpoint; ranks of local SGD have little alike.
-        omit = () if recipe.local_sgd is not None else ("model", "optimizer")
-        self.state = TrainState(self.ddp, self.optimizers, omit=omit)
+        self.state = TrainState(self.ddp, self.optimizers, stages_only=recipe.local_sgd is None)
         """What the framework's own checkpoint lacks."""
 
     @property
