@@ -103,26 +103,6 @@ def backward_may_synchronize(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.require_forward_param_sync)
 
 
-class GradientSync:
-    """Lets forwards and backwards of ``ddp`` go with or without the other ranks, buffers included, as ``no_sync`` does.
-
-    ``no_sync`` sets the first attribute for a block of code, and a phase of a training loop is not one block. DDP
-    itself copies the first attribute to the second one forward later.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._is_off = False
-
-    def switch(self, *, is_on: bool) -> None:
-        """For the next forward and its backward; does nothing while it was never off, so that ``no_sync`` works."""
-        ddp = self._ddp()
-        if ddp is not None and (self._is_off or not is_on):
-            ddp.require_backward_grad_sync = is_on
-            ddp.require_forward_param_sync = is_on
-        self._is_off = not is_on
-
-
 def before_final_sync(ddp: DistributedDataParallel, callback: Callable[[], None]) -> Callable[[], None]:
     """Run ``callback`` on every rank when ``Join`` ends, before DDP copies one rank's model to all ranks.
 

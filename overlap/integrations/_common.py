@@ -100,7 +100,7 @@ class Run:
         self.sharded = [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
         """The optimizers whose state is divided among the ranks."""
         # What all ranks have alike is in the framework's own checkpoint; ranks of local SGD have little alike.
-        self.state = TrainState(self.ddp, self.optimizers, omit=() if self.is_local else ("model", "optimizer"))
+        self.state = TrainState(self.ddp, self.optimizers, stages_only=not self.is_local)
         """What the framework's own checkpoint lacks."""
 
     def _chain(self, given: Any, late: str, instead: str) -> Chain:

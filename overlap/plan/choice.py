@@ -126,6 +126,7 @@ def auto(
                 shown = f", {values}" if what == "plans" else ""
                 raise ConfigurationError(f"ranks were given different {what}{shown}: give the same on all")
         if plan is None:
+            assert sample is not None and loss is not None
             with (
                 generators_restored(device_of(model)),
                 Race(agreement, group, (model, optimizer, loss), sample, ddp_options=options) as race,

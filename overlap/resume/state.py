@@ -5,7 +5,7 @@ Each part of a state has one rule for another number of ranks; see docs/resuming
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ Optim = OneOptim | Sequence[OneOptim] | None
 State = Mapping[str, Any]
 
 _VERSION = 2
-_KEYS = {"version", "rank", "ranks", "model", "optimizer", "stages"}
+_OF_STAGES = {"version", "rank", "ranks", "stages"}
+_KEYS = {*_OF_STAGES, "model", "optimizer"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -130,8 +131,8 @@ class Run:
                     f"give a list of all, {function}(ddp, [first, second])"
                 )
 
-    def state_dict(self, *, omit: Collection[str] = ()) -> dict[str, Any]:
-        """As :func:`state_dict`, without the parts in ``omit``, of which no copy is made."""
+    def state_dict(self, *, stages_only: bool = False) -> dict[str, Any]:
+        """As :func:`state_dict`; with ``stages_only`` without the model and the optimizers."""
         for lifecycle in self._lifecycles:
             if lifecycle.phase in (Phase.BACKWARD, Phase.REDUCED, Phase.APPLIED):
                 raise TrainingLoopError(
@@ -139,18 +140,13 @@ class Run:
                     f"would be lost; call {lifecycle.form.step} first"
                 )
         self._wait()
-        parts: dict[str, Callable[[], Any]] = {
-            "version": lambda: _VERSION,
-            "rank": lambda: self._rank,
-            "ranks": lambda: self._ranks,
-            "model": lambda: _with_plain_names(self._ddp.module.state_dict()),
-            "optimizer": lambda: [self._state_of(one) for one in self._optimizers],
-            "stages": self._state_of_stages,
-        }
-        return {key: _snapshot(part(), f"state_dict()[{key!r}]") for key, part in parts.items() if key not in omit}
-
-    def _state_of_stages(self) -> dict[str, Any] | None:
-        return None if self._stage is None else {"classes": self._classes, "state": self._stage.state_dict()}
+        stages = None if self._stage is None else {"classes": self._classes, "state": self._stage.state_dict()}
+        state: dict[str, Any] = {"version": _VERSION, "rank": self._rank, "ranks": self._ranks, "stages": stages}
+        if not stages_only:
+            state["model"] = {plain_name(name): value for name, value in self._ddp.module.state_dict().items()}
+            state["optimizer"] = [self._state_of(one) for one in self._optimizers]
+        copied: dict[str, Any] = _snapshot(state, "state_dict()")
+        return copied
 
     def _state_of(self, optim: Any) -> dict[str, Any]:
         state: dict[str, Any] = {"class": _class_of(optim), "parameters": self._labels_of(optim)}
@@ -162,18 +158,27 @@ class Run:
         return {**state, "state": own}
 
     @torch.no_grad()
-    def load_state_dict(self, state: State) -> None:
-        """Load a state of this rank, as :func:`load_state_dict`."""
-        _check_keys(state, _KEYS)
-        here = self._ddp.module.state_dict()
-        self._check(state, _with_plain_names(here))
+    def load_state_dict(self, state: State, *, stages_only: bool = False) -> None:
+        """Load a state of this rank, as :func:`load_state_dict`; with ``stages_only`` that of the stages."""
+        _check_keys(state, _OF_STAGES if stages_only else _KEYS)
+        if (state["rank"], state["ranks"]) != (self._rank, self._ranks):
+            raise ConfigurationError(
+                f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {self._rank} of "
+                f"{self._ranks}: each rank loads its own, or, if the number of ranks has changed, the list of all"
+            )
+        here = {} if stages_only else self._ddp.module.state_dict()
+        optimizers = [] if stages_only else self._optimizers
+        self._check_stages(state)
+        if not stages_only:
+            self._check(state, {plain_name(name): value for name, value in here.items()})
         for lifecycle in self._lifecycles:
             lifecycle.check(Event.LOAD)
         self._wait()
         if self._stage is not None:
             self._stage.load_state_dict(state["stages"]["state"])
-        self._ddp.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
-        for optim, saved in zip(self._optimizers, state["optimizer"], strict=True):
+        if not stages_only:
+            self._ddp.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
+        for optim, saved in zip(optimizers, state.get("optimizer", ()), strict=False):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.prepare_to_load()
                 optim.sharded_state().load_pieces(saved["own"])
@@ -181,12 +186,7 @@ class Run:
                 _load_in_saved_dtypes(optim, saved["state"])
 
     def _check(self, state: State, here: State) -> None:
-        """Raises: ConfigurationError: ``state`` is of something else than this run, whose model's is ``here``."""
-        if (state["rank"], state["ranks"]) != (self._rank, self._ranks):
-            raise ConfigurationError(
-                f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {self._rank} of "
-                f"{self._ranks}: each rank loads its own, or, if the number of ranks has changed, the list of all"
-            )
+        """Raises: ConfigurationError: ``state`` is not of this model, whose own is ``here``, or these optimizers."""
         saved = state["model"]
         if set(here) != set(saved):
             raise ConfigurationError(f"the state is another model's, which {_difference(saved, here)}")
@@ -196,14 +196,8 @@ class Run:
                     f"the state is another model's: {name} is {tuple(saved[name].shape)} {saved[name].dtype} in it, "
                     f"and {tuple(value.shape)} {value.dtype} here"
                 )
-        self._check_stages(state)
-        if len(self._optimizers) != len(state["optimizer"]):
-            raise ConfigurationError(
-                f"the state was saved with {len(state['optimizer'])} optimizers, and load_state_dict was given "
-                f"{len(self._optimizers)}"
-            )
+        self._check_optimizers(state["optimizer"])
         for optim, of_one in zip(self._optimizers, state["optimizer"], strict=True):
-            self._check_optimizer(optim, of_one)
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.sharded_state().check_pieces(of_one["own"])
 
@@ -216,21 +210,27 @@ class Run:
                 "load_state_dict"
             )
 
-    def _check_optimizer(self, optim: Any, state: State) -> None:
-        if state["class"] != _class_of(optim):
+    def _check_optimizers(self, states: Sequence[State]) -> None:
+        if len(self._optimizers) != len(states):
             raise ConfigurationError(
-                f"the state is of an optimizer of class {state['class']}, but this one is a {_class_of(optim)}: give "
-                "optimizers in the order in which they were saved"
+                f"the state was saved with {len(states)} optimizers, and load_state_dict was given "
+                f"{len(self._optimizers)}"
             )
-        saved, here = state["parameters"], self._labels_of(optim)
-        if len(saved) != len(here):
-            raise ConfigurationError(f"the optimizer's state is of {len(saved)} groups, and there are {len(here)}")
-        for place, (then, now) in enumerate(zip(saved, here, strict=True)):
-            if then != now:
+        for optim, state in zip(self._optimizers, states, strict=True):
+            if state["class"] != _class_of(optim):
                 raise ConfigurationError(
-                    f"the optimizer's state is of other parameters: group {place} {_difference(then, now)}; make the "
-                    "same groups of the same parameters, in the same order, as in the run that was saved"
+                    f"the state is of an optimizer of class {state['class']}, but this one is a {_class_of(optim)}: "
+                    "give optimizers in the order in which they were saved"
                 )
+            saved, here = state["parameters"], self._labels_of(optim)
+            if len(saved) != len(here):
+                raise ConfigurationError(f"the optimizer's state is of {len(saved)} groups, and there are {len(here)}")
+            for place, (then, now) in enumerate(zip(saved, here, strict=True)):
+                if then != now:
+                    raise ConfigurationError(
+                        f"the optimizer's state is of other parameters: group {place} {_difference(then, now)}; make "
+                        "the same groups of the same parameters, in the same order, as in the run that was saved"
+                    )
 
     def _labels_of(self, optim: Any) -> list[list[str]]:
         """Of each group, the names of its parameters; of those outside of the model, their shapes."""
@@ -259,7 +259,7 @@ class Run:
                 or were saved where ranks have different models.
         """
         for one in states:
-            _check_keys(one, {"version", "rank", "ranks"})
+            _check_keys(one, _OF_STAGES)
         numbers, sizes = [state["rank"] for state in states], sorted({state["ranks"] for state in states})
         if sizes != [len(states)] or sorted(numbers) != list(range(len(states))):
             raise ConfigurationError(
@@ -269,17 +269,16 @@ class Run:
         olds = sorted(states, key=lambda state: int(state["rank"]))
         if len(olds) == self._ranks:
             return olds[self._rank]
+        for old in olds:
+            self._check_stages(old)
+            if "optimizer" in old:
+                self._check_optimizers(old["optimizer"])
         base = {**olds[self._rank % len(olds)], "rank": self._rank, "ranks": self._ranks}
-        if "stages" in base:
-            self._check_stages(olds[0])
-        if self._stage is not None and "stages" in base:
-            classes = [old["stages"]["classes"] for old in olds]
-            if classes.count(classes[0]) < len(classes):
-                raise ConfigurationError(f"the states are of runs with different stages, by rank {classes}")
+        if self._stage is not None:
             memories = [old["stages"]["state"] for old in olds]
             made = redistributed(self._stage, memories, rank=self._rank, ranks=self._ranks)
             base["stages"] = {**base["stages"], "state": made}
-        if "optimizer" in base and len(base["optimizer"]) == len(self._optimizers):
+        if "optimizer" in base:
             of_ranks = zip(*(old["optimizer"] for old in olds), strict=True)
             base["optimizer"] = [self._redistributed(*one) for one in zip(self._optimizers, of_ranks, strict=True)]
         for name in self._names.values() if "model" in base else ():
@@ -294,8 +293,6 @@ class Run:
 
     def _redistributed(self, optim: Any, olds: Sequence[State]) -> State:
         base = olds[self._rank % len(olds)]
-        for old in olds:
-            self._check_optimizer(optim, old)
         if isinstance(optim, ZeroRedundancyOptimizer):
             return {**base, "own": merged([old["own"] for old in olds])}
         if isinstance(optim, LocalSGD):
@@ -337,10 +334,6 @@ def _check_hook(hook: object, state: object) -> None:
             f"the hook {hook_name(hook)} keeps its state in a {type(state).__name__}, which overlap cannot save; "
             "use overlap's hook of that name, or a stage with a state_dict()"
         )
-
-
-def _with_plain_names(state: State) -> dict[str, Any]:
-    return {plain_name(name): value for name, value in state.items()}
 
 
 def _inner_optimizer(optim: object) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import as_list, check_ddp, is_one_of, told
+from overlap._checks import check_ddp, check_flag
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
 from overlap.ranks.board import agree, of_all_ranks
@@ -20,7 +20,6 @@ from overlap.resume.state import Optim, Run, stage_of
 __all__ = ["TrainState", "remembers"]
 
 _KEY = "overlap"
-_ALL = frozenset({"model", "optimizer"})
 
 
 class TrainState:
@@ -38,9 +37,9 @@ class TrainState:
         ddp: the model, with its stages registered.
         optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
             saved.
-        omit: ``"model"``, ``"optimizer"`` or both, if they are the same on all ranks and the framework saves and loads
-            them itself, before this. With both omitted, a state in which no stage remembers anything loads at any
-            number of ranks and with any stages.
+        stages_only: leave out the model and the optimizers, if they are the same on all ranks and the framework saves
+            and loads them itself. A state in which no stage remembers anything then loads at any number of ranks and
+            with any stages.
 
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
     >>> chain(AllReduce(), Step(optim)).register(ddp)
@@ -49,13 +48,9 @@ class TrainState:
     >>> run.load_state_dict(run.state_dict())
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel, optim: Optim = None, *, omit: Collection[str] = frozenset()
-    ) -> None:
-        names = [omit] if (given := as_list(omit)) is None else given
-        if unknown := [name for name in names if not is_one_of(name, "model", "optimizer")]:
-            raise ConfigurationError(f'omit names "model", "optimizer" or both, got {told(unknown)}')
-        self._ddp, self._optim, self._omit = check_ddp(ddp), optim, frozenset(names)
+    def __init__(self, ddp: DistributedDataParallel, optim: Optim = None, *, stages_only: bool = False) -> None:
+        self._ddp, self._optim = check_ddp(ddp), optim
+        self._stages_only = check_flag("stages_only", stages_only)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all ranks, as bytes: the same on every rank.
@@ -91,7 +86,8 @@ class TrainState:
         whole = _from_bytes(state_dict[_KEY])
         states = [{key: _from_bytes(part) for key, part in {**whole["shared"], **own}.items()} for own in whole["own"]]
         if any(map(remembers, states)):
-            self._load(Run(self._ddp, self._optim, "load_state_dict").state_of_rank(states))
+            run = Run(self._ddp, self._optim, "load_state_dict")
+            run.load_state_dict(run.state_of_rank(states), stages_only=self._stages_only)
         else:
             self.forget()  # The framework has loaded all that there is.
 
@@ -101,7 +97,7 @@ class TrainState:
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
-        return Run(self._ddp, self._optim, "state_dict").state_dict(omit=self._omit)
+        return Run(self._ddp, self._optim, "state_dict").state_dict(stages_only=self._stages_only)
 
     def load_rank_state_dict(self, parts: Mapping[str, Any]) -> None:
         """Load what :meth:`rank_state_dict` returned on this rank.
@@ -109,25 +105,14 @@ class TrainState:
         Raises:
             ConfigurationError, TrainingLoopError: as :func:`overlap.load_state_dict`.
         """
-        ranks = self._ddp.process_group.size()
-        if not remembers(parts):
-            self.forget()  # The framework has loaded all that there is.
-        elif parts["ranks"] != ranks:
-            raise ConfigurationError(
-                f"the state was saved by {parts['ranks']} ranks, and here are {ranks}: for another number of ranks see "
-                "docs/resuming.md"
-            )
+        if remembers(parts):
+            Run(self._ddp, self._optim, "load_state_dict").load_state_dict(parts, stages_only=self._stages_only)
         else:
-            self._load(parts)
-
-    def _load(self, parts: Mapping[str, Any]) -> None:
-        run = Run(self._ddp, self._optim, "load_state_dict")
-        # What is omitted is as the framework has loaded it by now.
-        run.load_state_dict({**parts, **run.state_dict(omit=parts)} if self._omit else parts)
+            self.forget()  # The framework has loaded all that there is.
 
     def forget(self) -> None:
         """Reset the stages, as if they had never had state."""
-        stage = None if self._omit != _ALL else stage_of(self._ddp)
+        stage = stage_of(self._ddp) if self._stages_only else None
         for one in () if stage is None else walk(stage):
             if not one.children and one.state_dict():
                 with suppress(ConfigurationError):  # One that has a state from the start keeps it.

@@ -253,9 +253,6 @@ MUTANTS: dict[str, Mutant] = {
         "if self.step - 1 == self.round_end:",
         _AVERAGES,
     ),
-    "the length of another round": Mutant(
-        "optim/local_sgd/averager.py", "length = period(self.step)", "length = period(0)", _AVERAGES
-    ),
     "the shortest period of a hierarchy counts": Mutant(
         "optim/local_sgd/torch_names.py",
         "groups[due[-1]]",
@@ -263,12 +260,12 @@ MUTANTS: dict[str, Mutant] = {
         "optim/local_sgd/test_local_sgd_torch_names.py -k longest",
     ),
     "the outer optimizer makes no step": Mutant(
-        "optim/local_sgd/averager.py", "step_whole(self.optimizer)", "copy_all(anchors, gradients)", _AVERAGES
+        "optim/local_sgd/averager.py", "step_whole(self.outer)", "copy_all(anchors, means)", _AVERAGES
     ),
     "changes are taken from an earlier average": Mutant(
         "optim/local_sgd/averager.py",
-        "copy_all(anchors, gradients)\n            return moved",
-        "return dict(means)",
+        "copy_all(anchors, means)",
+        "anchors = means",
         "optim/local_sgd/test_local_sgd_wires.py",
     ),
     # Join.

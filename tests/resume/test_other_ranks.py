@@ -243,7 +243,7 @@ def _refused(rank: int, world_size: int) -> None:
         ([], "of ranks .* of none"),
         ([first, edited], "had different models: 4.weight of rank 1 is not that of rank 0"),
         ([later, second], "had different models"),
-        ([first, others], "with different stages"),
+        ([first, others], "saved with Chain > Quantize > Log registered, and here"),
         ([first, {"model": {}}], "not what overlap.state_dict"),
     ):
         with pytest.raises(ConfigurationError, match=message):

@@ -14,7 +14,7 @@ https://arxiv.org/abs/2311.08105).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,14 +29,12 @@ from overlap._torch.foreach import copy_all, subtract_from_
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.wires import Wire
-from overlap.optim.local_sgd.means import Running, Weight, WiredMean, average, wider
+from overlap.optim.local_sgd.means import Running, WiredMean, average, wider
 from overlap.optim.stepper import check_optimizer, grads_replaced, step_whole
 from overlap.ranks.board import group_all_reduce
 
-__all__ = ["Averager", "MakeOptimizer", "Period", "into_fragments"]
+__all__ = ["Averager", "MakeOptimizer", "into_fragments"]
 
-Period = int | Callable[[int], int]
-"""Steps from one average to the next; or a function of the step at which a round begins, counted from 0."""
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
@@ -52,11 +50,7 @@ class _Pending:
     """``tensors`` themselves, or copies; the means, when the average is done."""
     snapshots: dict[str, Tensor]
     """``tensors`` as they were; empty where the average is applied at once."""
-    running: Running | None = None
-
-    def wait(self) -> None:
-        if self.running is not None:
-            self.running.wait()
+    running: Running = field(default_factory=Running)
 
 
 class Averager:
@@ -78,7 +72,7 @@ class Averager:
         ddp: DistributedDataParallel,
         optimizer: Optimizer,
         *,
-        period: Period,
+        period: int,
         start_step: int,
         overlap: int,
         outer: MakeOptimizer | None,
@@ -86,9 +80,8 @@ class Averager:
         wire: Wire | None,
         error_feedback: bool,
     ) -> None:
-        if not callable(period):
-            check_whole_number("period", period, least=1)
-        self._period = period
+        self.period = check_whole_number("period", period, least=1)
+        """Steps from one average to the next; another number counts from the next round on."""
         self._start_step = check_whole_number("start_step", start_step, least=0)
         self._overlap = check_whole_number("overlap", overlap, least=0)
         if wire is not None and not isinstance(wire, Wire):
@@ -102,15 +95,32 @@ class Averager:
             )
         self.group: dist.ProcessGroup = ddp.process_group
         self._module = ddp.module
-        self._parameters = _trained_parameters(ddp, optimizer)
+        self._parameters = {n: p for p, n in data_parallel_parameters(ddp).items() if p.requires_grad}
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if stepped.isdisjoint(map(id, self._parameters.values())):
+            raise ConfigurationError(
+                f"the {type(optimizer).__name__} has no parameter of this model; build it from the model's parameters()"
+            )
         self.fragments = into_fragments(self._parameters, check_whole_number("fragments", fragments, least=1))
         """The names of the parameters that are averaged together."""
-        self.anchors: Anchors | None = None
+        self.anchors: dict[str, Tensor] | None = None
+        """With ``outer`` or ``wire``: the parameters that all ranks had when the round began, at least in fp32."""
+        self.has_anchored = False
+        """Whether a round has begun."""
+        self.outer: Optimizer | None = None
+        """The outer optimizer, over the anchors."""
         self.wire: WiredMean | None = None
         if outer is not None or wire is not None:
-            self.anchors = Anchors(self._parameters, outer)
+            if unreal := [name for name, p in self._parameters.items() if p.is_complex()]:
+                raise UnsupportedError(
+                    f"outer and wire take real numbers, and {unreal[0]} is complex: leave them out, and it is averaged "
+                    "in full precision"
+                )
+            self.anchors = {n: p.detach().to(wider(p.dtype), copy=True) for n, p in self._parameters.items()}
+            if outer is not None:
+                self.outer = _made(outer, list(self.anchors.values()))
             if wire is not None:
-                self.wire = WiredMean(wire, self.anchors.values, error_feedback=error_feedback, owner=owner)
+                self.wire = WiredMean(wire, self.anchors, error_feedback=error_feedback, owner=owner)
         self.step = 0
         """Training steps so far: the only counter of steps."""
         self.round_end: int | None = None
@@ -126,21 +136,15 @@ class Averager:
         """Whether the next step is one of local SGD."""
         return self.step >= self._start_step
 
-    @property
-    def outer(self) -> Optimizer | None:
-        """The outer optimizer, where there is one."""
-        return None if self.anchors is None else self.anchors.optimizer
-
     def begin_step(self) -> None:
         """A step begins: begin a round, if it is the round's first."""
         if not self.is_local:
             return
         if self.round_end is None:
-            period = self._period
-            length = period(self.step) if callable(period) else period
-            self.round_end = self.step + check_whole_number(f"period at step {self.step}", length, least=1)
-        if self.anchors is not None:
-            self.anchors.begin()
+            self.round_end = self.step + self.period
+        if self.anchors is not None and not self.has_anchored:
+            copy_all(list(self.anchors.values()), [parameter.detach() for parameter in self._parameters.values()])
+            self.has_anchored = True
 
     def end_step(self, context: StageContext, *, is_own: bool, is_joining: bool) -> None:
         """This rank (or under ``Join`` only others) made a step: average if it is time."""
@@ -170,19 +174,23 @@ class Averager:
     def _average(self, fragment: int, context: StageContext, delay: int, *, is_joining: bool) -> None:
         """Begin the average of one fragment, and apply it after ``delay`` steps."""
         self.apply_pending()
+        own, total = 1, self.group.size()
         steps, self.own_steps[fragment] = self.own_steps[fragment], 0
-        weight = _weight(steps, self.group, context.device) if is_joining else Weight(1, self.group.size())
-        if weight is None:
-            return
+        if is_joining:
+            of_all = torch.tensor([steps], device=context.device)
+            group_all_reduce(of_all, group=self.group)
+            own, total = steps, int(of_all)
+            if not total:
+                return
         tensors = self._tensors_of(fragment)
         means, snapshots = dict(tensors), {}
         if delay:
             means = {name: tensor.to(wider(tensor.dtype), copy=True) for name, tensor in tensors.items()}
             snapshots = {name: tensor.clone() for name, tensor in tensors.items()}
         elif self.anchors is not None:
-            means.update((name, means[name].to(self.anchors.values[name].dtype)) for name in self.fragments[fragment])
+            means.update((name, means[name].to(self.anchors[name].dtype)) for name in self.fragments[fragment])
         in_background = context if delay or self.wire is not None else None
-        running = average(means, self.group, weight, widens=True, wire=self.wire, context=in_background)
+        running = average(means, self.group, (own, total), widens=True, wire=self.wire, context=in_background)
         self.pending = _Pending(fragment, self.step + delay, tensors, means, snapshots, running)
         if not delay:
             self.apply_pending()
@@ -193,10 +201,18 @@ class Averager:
         pending, self.pending = self.pending, None
         if pending is None:
             return
-        pending.wait()
-        new = pending.means
+        pending.running.wait()
+        new = dict(pending.means)
         if self.anchors is not None:
-            new = {**new, **self.anchors.step({name: new[name] for name in self.fragments[pending.fragment]})}
+            names = self.fragments[pending.fragment]
+            anchors, means = [self.anchors[name] for name in names], [new[name] for name in names]
+            if self.outer is None:
+                copy_all(anchors, means)
+            else:
+                subtract_from_(means, anchors)  # They are its gradients now.
+                with grads_replaced(anchors, means):
+                    step_whole(self.outer)
+            new.update(zip(names, anchors, strict=True))
         for name, tensor in pending.tensors.items():
             if (snapshot := pending.snapshots.get(name)) is not None:
                 # Exactly the average where nothing was learnt meanwhile.
@@ -215,7 +231,7 @@ class Averager:
         """Tensors and plain values by name, enough to resume in the middle of a round; waits for a pending average."""
         flight = None
         if (pending := self.pending) is not None:
-            pending.wait()
+            pending.running.wait()
             flight = {
                 "fragment": pending.fragment,
                 "apply_after": pending.apply_after,
@@ -227,7 +243,7 @@ class Averager:
             "round_end": self.round_end,
             "rounds": self.rounds,
             "own_steps": list(self.own_steps),
-            "anchors": dict(self.anchors.values) if self.anchors is not None and self.anchors.is_set else {},
+            "anchors": dict(self.anchors) if self.anchors is not None and self.has_anchored else {},
             "outer": None if self.outer is None else self.outer.state_dict(),
             "wire": None if self.wire is None else self.wire.memory.state_dict(),
             "flight": flight,
@@ -241,7 +257,7 @@ class Averager:
         """
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.wait()
+            pending.running.wait()
         if len(state["own_steps"]) != len(self.own_steps):
             raise ConfigurationError("the state is of local SGD with another number of fragments")
         if (state["outer"] is None) != (self.outer is None):
@@ -252,6 +268,8 @@ class Averager:
                 "the state was saved without a wire and an outer optimizer in the middle of a round, when ranks have "
                 "different parameters: call local.synchronize() before saving, or resume without them"
             )
+        if self.anchors is not None and state["anchors"] and state["anchors"].keys() != self.anchors.keys():
+            raise ConfigurationError("the state of local SGD is of a model with other parameters")
         wire = state["wire"] or {}
         if self.wire is not None:
             self.wire.memory.load_state_dict(wire)
@@ -263,7 +281,9 @@ class Averager:
         self.step, self.round_end, self.rounds = state["step"], state["round_end"], state["rounds"]
         self.own_steps = list(state["own_steps"])
         if self.anchors is not None:
-            self.anchors.load(state["anchors"])
+            # Without any, the next step begins a round.
+            self.has_anchored = bool(state["anchors"])
+            copy_all([self.anchors[name] for name in state["anchors"]], list(state["anchors"].values()))
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
         if (flight := state["flight"]) is not None:
@@ -278,87 +298,13 @@ class Averager:
 
     def __repr__(self) -> str:
         # The same on every rank that has the same options.
-        period = told(self._period)
-        if callable(self._period):
-            period = getattr(self._period, "__qualname__", type(self._period).__name__)
-        parts = [f"period {period} from step {told(self._start_step)}"]
-        parts += [f"overlap {told(self._overlap)}"] if self._overlap else []
+        parts = [f"period {self.period} from step {self._start_step}"]
+        parts += [f"overlap {self._overlap}"] if self._overlap else []
         parts += [f"{len(self.fragments)} fragments"] if len(self.fragments) > 1 else []
         if self.wire is not None:
             parts += [f"wire {self.wire.wire!r}"]
             parts += ["error feedback"] if self.wire.memory.has_feedback else []
         return ", ".join(parts if self.outer is None else [*parts, f"outer {type(self.outer).__name__}"])
-
-
-class Anchors:
-    """A copy of the parameters that all ranks had when the round began, at least in fp32; it is moved at its end.
-
-    Args:
-        parameters: the model's, by name.
-        make: makes the outer optimizer of the copies; ``None`` moves them to the mean itself.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], make: MakeOptimizer | None) -> None:
-        if unreal := [name for name, p in parameters.items() if p.is_complex()]:
-            raise UnsupportedError(
-                f"outer and wire take real numbers, and {unreal[0]} is complex: leave them out, and it is averaged in "
-                "full precision"
-            )
-        self._parameters = parameters
-        self.values = {name: p.detach().to(wider(p.dtype), copy=True) for name, p in parameters.items()}
-        """The copies, by name."""
-        self.optimizer = None if make is None else _made(make, list(self.values.values()))
-        """The outer optimizer, over :attr:`values`."""
-        self.is_set = False
-        """Whether a round has begun."""
-
-    def begin(self) -> None:
-        """Begin the first round at the parameters as they are now, unless it has begun."""
-        if not self.is_set:
-            copy_all(list(self.values.values()), [parameter.detach() for parameter in self._parameters.values()])
-            self.is_set = True
-
-    @torch.no_grad()
-    def step(self, means: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Move the anchors of some parameters, given their means over ranks, which may be overwritten; returns them."""
-        moved = {name: self.values[name] for name in means}
-        anchors, gradients = list(moved.values()), list(means.values())
-        if self.optimizer is None:
-            copy_all(anchors, gradients)
-            return moved
-        subtract_from_(gradients, anchors)
-        with grads_replaced(anchors, gradients):
-            step_whole(self.optimizer)
-        return moved
-
-    @torch.no_grad()
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        """Go on from the ``values`` of a saved round; without any, the next step begins a round."""
-        if values and values.keys() != self.values.keys():
-            raise ConfigurationError("the state of local SGD is of a model with other parameters")
-        copy_all([self.values[name] for name in values], list(values.values()))
-        self.is_set = bool(values)
-
-
-def _weight(steps: int, group: dist.ProcessGroup, device: torch.device) -> Weight | None:
-    """This rank's weight by the steps that it made; ``None`` where no rank made any.
-
-    Communication: one all-reduce of a number on ``group``.
-    """
-    total = torch.tensor([steps], device=device)
-    group_all_reduce(total, group=group)
-    return Weight(steps, int(total)) if int(total) else None
-
-
-def _trained_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The parameters that require a gradient, by name. Raises: ConfigurationError: the optimizer has none of them."""
-    trained: dict[str, Tensor] = {n: p for p, n in data_parallel_parameters(ddp).items() if p.requires_grad}
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not stepped & {id(parameter) for parameter in trained.values()}:
-        raise ConfigurationError(
-            f"the {type(optimizer).__name__} has no parameter of this model; build it from the model's parameters()"
-        )
-    return trained
 
 
 def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:

@@ -16,7 +16,7 @@ a chunk, and changes are much smaller than parameters.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import Completion, Item, run_now
 from overlap.hooks.wires import QuantizedSum, StageMemory, Wire
 
-__all__ = ["Running", "Weight", "WiredMean", "average", "wider"]
+__all__ = ["Running", "WiredMean", "average", "wider"]
 
 # About so much is packed together for one collective.
 _PACKED_BYTES = 8 * 2**20
@@ -37,43 +37,26 @@ _PACKED_BYTES = 8 * 2**20
 _IN_PLACE_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class Weight:
-    """How much this rank counts for in a mean: ``own`` of ``total``, the sum over all ranks."""
-
-    own: int
-    total: int
-
-    def scale_(self, flat: Tensor) -> None:
-        """Scale this rank's tensor in place, so that the sum over ranks is the mean."""
-        if self.own == 0:
-            flat.zero_()  # Multiplying infinities by 0 would give NaN.
-        elif self.own == 1:
-            flat.div_(self.total)
-        else:
-            flat.mul_(self.own / self.total)
-
-
+@dataclass
 class Running:
     """An average that may still be under way."""
 
-    def __init__(self, wire: WiredMean | None) -> None:
-        self._wire = wire
-        self.completions: dict[Item, Completion] = {}
+    wire: WiredMean | None = None
+    completions: dict[Item, Completion] = field(default_factory=dict)
 
     def wait(self) -> None:
         """Wait until the means are there; the current stream may use them. Raises the error of one that failed."""
         for completion in self.completions.values():
             completion.wait()
-        if self._wire is not None:
-            self._wire.memory.settle(failed=False)
+        if self.wire is not None:
+            self.wire.memory.settle(failed=False)
 
 
 @torch.no_grad()
 def average(
     tensors: Mapping[str, Tensor],
     group: dist.ProcessGroup,
-    weight: Weight | None = None,
+    weight: tuple[int, int] | None = None,
     *,
     widens: bool = False,
     wire: WiredMean | None = None,
@@ -86,7 +69,7 @@ def average(
     Args:
         tensors: by name.
         group: all of its ranks call this.
-        weight: this rank's; ranks count alike where ``None``.
+        weight: this rank counts for the first number, all together for the second; alike where ``None``.
         widens: sum half precision in fp32.
         wire: carries those of ``tensors`` that it has an anchor of; the others are averaged in full precision.
         context: average in the background, on the connections of this registration; where ``None``, on
@@ -94,24 +77,26 @@ def average(
 
     Communication, for about each 8 MB, or for a slice of a large tensor: one all-reduce, or a sum through the wire.
     """
-    weight = weight or Weight(1, group.size())
+    weight = weight or (1, group.size())
     by_device: dict[torch.device, list[_Part]] = {}
     for part in _into_parts(tensors, widens=widens, wired=() if wire is None else wire.anchors):
-        by_device.setdefault(part.tensors[0].device, []).append(part)
+        by_device.setdefault(part.device, []).append(part)
     running = Running(wire)
     if wire is not None:
         wire.memory.begin()
 
     async def work(part: _Part) -> None:
-        for tensor in part.tensors:
+        tensors = list(part.members.values())
+        for tensor in tensors:
             hold(tensor)  # The average may be dropped before it is there.
-        flat = part.load()
+        flat = tensors[0].view(-1) if part.is_in_place else _packed(tensors, part.dtype)
         if wire is not None and part.is_wired:
             await wire.mean(flat, part.members, group, weight)
         else:
-            weight.scale_(flat)
+            _scale_(flat, weight)
             await all_reduce(flat, group=group)
-        part.store(flat)
+        if not part.is_in_place:
+            copy_all(tensors, _views(flat, tensors))
 
     for device, parts in by_device.items():
         if context is None or context.background is None or context.device != device:
@@ -127,23 +112,11 @@ class _Part(Item):
 
     members: dict[str, Tensor]
     """By name."""
+    device: torch.device
     dtype: torch.dtype
+    """In which they are summed."""
     is_wired: bool
     is_in_place: bool
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Those of :attr:`members`."""
-        return list(self.members.values())
-
-    def load(self) -> Tensor:
-        """This rank's values, shape ``(numel,)``: a copy, or the tensor itself."""
-        return self.tensors[0].view(-1) if self.is_in_place else _packed(self.tensors, self.dtype)
-
-    def store(self, mean: Tensor) -> None:
-        """Copy the mean, shape ``(numel,)``, into the tensors."""
-        if not self.is_in_place:
-            copy_all(self.tensors, _views(mean, self.tensors))
 
 
 def _into_parts(tensors: Mapping[str, Tensor], *, widens: bool, wired: Collection[str]) -> list[_Part]:
@@ -173,12 +146,24 @@ def _into_parts(tensors: Mapping[str, Tensor], *, widens: bool, wired: Collectio
             _Part(
                 index=len(parts),
                 members=members,
+                device=tensor.device,
                 dtype=wider(tensor.dtype) if widens else tensor.dtype,
                 is_wired=name in wired,
                 is_in_place=len(parts) >= len(packed),
             )
         )
     return parts
+
+
+def _scale_(flat: Tensor, weight: tuple[int, int]) -> None:
+    """Scale this rank's tensor in place, so that the sum over ranks is the mean."""
+    own, total = weight
+    if own == 0:
+        flat.zero_()  # Multiplying infinities by 0 would give NaN.
+    elif own == 1:
+        flat.div_(total)
+    else:
+        flat.mul_(own / total)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
@@ -214,7 +199,9 @@ class WiredMean:
         self.memory = StageMemory(owner, error_feedback=error_feedback, wire=wire)
         """This rank's rounding errors and random numbers."""
 
-    async def mean(self, flat: Tensor, members: Mapping[str, Tensor], group: dist.ProcessGroup, weight: Weight) -> None:
+    async def mean(
+        self, flat: Tensor, members: Mapping[str, Tensor], group: dist.ProcessGroup, weight: tuple[int, int]
+    ) -> None:
         """Replace ``flat``, this rank's values of ``members`` packed, by their mean. One rank alone rounds nothing."""
         memory = self.memory
         if group.size() == 1 and not memory.errors:
@@ -223,7 +210,7 @@ class WiredMean:
         names = list(members)
         anchor = _packed([self.anchors[name] for name in names], wider(flat.dtype))
         change = (flat - anchor).float()
-        weight.scale_(change)
+        _scale_(change, weight)
         views = _views(change, list(members.values()))
         memory.add_errors(names, views)
         total = torch.empty_like(change)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap._checks import check_ddp, is_one_of
-from overlap._torch.ddp import GradientSync, before_final_sync
+from overlap._torch.ddp import before_final_sync
 from overlap._torch.join import is_joining, used_in_shadow
 from overlap._torch.optimizer import step_hooks
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
@@ -27,7 +27,7 @@ from overlap.hooks.wires import Wire
 from overlap.join.context import refuse_before_model
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecycle, refusals_told
-from overlap.optim.local_sgd.averager import Averager, MakeOptimizer, Period
+from overlap.optim.local_sgd.averager import Averager, MakeOptimizer
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.stepper import Verdict
@@ -53,8 +53,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         ddp: the model; nothing else may be registered with it.
         optimizer: the optimizer of each rank, on the model's parameters; or a list of several that :meth:`step` steps
             in turn, each with its own parameters, such as ``[muon, adamw]``.
-        period: steps from one average to the next; or a function, the same on every rank, which is called with the step
-            at which a round begins and returns the round's length.
+        period: steps from one average to the next; ``local.averager.period = 16`` changes it from the next round on.
         start_step: steps of plain DDP before; where ``None`` 1000, and 0 with ``outer``.
         subgroup: the ranks that go on averaging gradients after it: a process group that this rank is in,
             ``"machine"`` for the ranks on one machine, ``None`` for no averaging.
@@ -89,7 +88,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         self,
         ddp: DistributedDataParallel,
         optimizer: Optimizer | Sequence[Optimizer],
-        period: Period = 8,
+        period: int = 8,
         start_step: int | None = None,
         subgroup: dist.ProcessGroup | str | None = None,
         *,
@@ -127,11 +126,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
         )
         """Makes the averages."""
         self._ddp = weakref.ref(ddp)
-        self._gradient_sync = GradientSync(ddp)
         self._always_syncs = bool(subgroup is not None or ddp.static_graph)
         self._join: _LocalJoinHook | None = None
-        # Gradients stay until the loop clears them.
-        self._lifecycle = UpdateLifecycle(_FORM, clears=lambda parameter: True)
         self._stage = _LocalSGDStage(self)
         state = _AveragersState(
             self.process_group,
@@ -152,7 +148,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         _ = self._stage.context  # Raises once it is removed.
         refuse_before_model(self, lambda: (ddp := self._ddp()) is not None and is_joining(ddp))
         Join.notify_join_context(self)
-        lifecycle = self._lifecycle
+        lifecycle = self._stage.lifecycle
         with refusals_told([lifecycle]):
             is_scaled = Verdict.given_to(self).found_inf is not None
             if is_scaled and self.is_joining and not self.averager.is_local:
@@ -171,8 +167,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward."""
-        with refusals_told([self._lifecycle]):
-            self._lifecycle.on_zero_grad()
+        with refusals_told([self._stage.lifecycle]):
+            self._stage.lifecycle.on_zero_grad()
         super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:
@@ -295,12 +291,14 @@ class _LocalSGDStage(Stage):
 
     def __init__(self, local: LocalSGD) -> None:
         self._local = local
-        self.lifecycle = local._lifecycle
+        # Gradients stay until the loop clears them.
+        self.lifecycle = UpdateLifecycle(_FORM, clears=lambda parameter: True)
         """Of the update that ``LocalSGD.step`` makes."""
         self._context: StageContext | None = None
         self.holds_mean = False
         """Whether the mean of the pass under way is to be kept in ``held``: DDP sets no ``.grad`` in a replay."""
         self.held: dict[Tensor, Tensor] = {}
+        self._is_off = False
 
     @property
     def context(self) -> StageContext:
@@ -333,7 +331,7 @@ class _LocalSGDStage(Stage):
             local.averager.apply_pending()
         if (wire := local.averager.wire) is not None:
             wire.memory.detach()
-        local._gradient_sync.switch(is_on=True)
+        self._synchronize_gradients(True)
         if local._join is not None:
             local._join.stop_watching()
         self._context = None
@@ -350,7 +348,17 @@ class _LocalSGDStage(Stage):
         local.averager.begin_step()
         # A rank that trains alone needs nothing from DDP, and saves the copies into and out of its buckets; but under
         # Join, DDP is what tells joined ranks of a step.
-        local._gradient_sync.switch(is_on=local._always_syncs or local.is_joining or not local.averager.is_local)
+        self._synchronize_gradients(local._always_syncs or local.is_joining or not local.averager.is_local)
+
+    def _synchronize_gradients(self, is_on: bool) -> None:
+        """Whether the next forward and its backward go with the other ranks, buffers included, as by ``no_sync``.
+
+        That sets the first attribute for a block of code, which a phase of a loop is not; DDP copies it to the second
+        one forward later. Nothing is set while it was never off, so that the loop's ``no_sync`` works.
+        """
+        if (self._is_off or not is_on) and (ddp := self._local._ddp()) is not None:
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = is_on
+        self._is_off = not is_on
 
     def before_backward(self, *, is_replay: bool) -> None:
         local = self._local

@@ -91,32 +91,8 @@ class ModelAverager(ABC):
         """Count a training step, and average ``params`` if it is time; to be called after the optimizer's step."""
 
 
-class _AveragesByPeriod(ModelAverager):
-    """Of the periods that divide the number of calls since ``_first_step``, the longest decides which group averages.
-
-    Counts all calls, and averages in none of the first ``warmup_steps``.
-    """
-
-    _first_step = 0
-
-    def __init__(self, warmup_steps: int, process_group: dist.ProcessGroup | None) -> None:
-        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
-        super().__init__(process_group)
-        self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
-        """This rank's group for each period, in ascending order."""
-
-    def average_parameters(self, params: Params) -> None:
-        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
-        refuse_capture(f"{type(self).__name__}.average_parameters()", "call it outside of the capture")
-        groups, step = self.period_process_group_dict, self.step - self._first_step
-        due = [period for period in groups if step % period == 0]
-        if self.step >= self.warmup_steps and due:
-            average_parameters(params, groups[due[-1]])
-        self.step += 1
-
-
 @classes.PeriodicModelAverager.register
-class PeriodicModelAverager(_AveragesByPeriod):
+class PeriodicModelAverager(ModelAverager):
     """Averages in the first call after ``warmup_steps`` calls, and in every ``period``-th call from there.
 
     Parameters are averaged over ``process_group``, the default one where ``None``, as by :func:`average_parameters`.
@@ -131,15 +107,21 @@ class PeriodicModelAverager(_AveragesByPeriod):
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
         self.period = check_whole_number("period", period, least=1)
-        super().__init__(warmup_steps, process_group)
-        self._first_step = self.warmup_steps
-        self.period_process_group_dict = {period: self.process_group}
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
+        super().__init__(process_group)
         if period == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
+    def average_parameters(self, params: Params) -> None:
+        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
+        refuse_capture("PeriodicModelAverager.average_parameters()", "call it outside of the capture")
+        step, self.step = self.step, self.step + 1
+        if step >= self.warmup_steps and (step - self.warmup_steps) % self.period == 0:
+            average_parameters(params, self.process_group)
+
 
 @classes.HierarchicalModelAverager.register
-class HierarchicalModelAverager(_AveragesByPeriod):
+class HierarchicalModelAverager(ModelAverager):
     """Averages often within small groups and less often within large ones (Lin et al. 2018, arXiv 1808.07217).
 
     Of the periods that divide the number of calls so far, the longest decides which group averages. Each group has
@@ -163,11 +145,22 @@ class HierarchicalModelAverager(_AveragesByPeriod):
         warmup_steps: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(warmup_steps, process_group)
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
+        super().__init__(process_group)
         sizes = {} if period_group_size_dict is None else period_group_size_dict
         self.period_process_group_dict = _make_groups(sizes, self.process_group)
+        """This rank's group for each period, in ascending order."""
         if max(sizes) == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
+
+    def average_parameters(self, params: Params) -> None:
+        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
+        refuse_capture("HierarchicalModelAverager.average_parameters()", "call it outside of the capture")
+        step, self.step = self.step, self.step + 1
+        groups = self.period_process_group_dict
+        due = [period for period in groups if step % period == 0]
+        if step >= self.warmup_steps and due:
+            average_parameters(params, groups[due[-1]])
 
 
 def _make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:

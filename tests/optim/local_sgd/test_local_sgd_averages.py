@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import Values, assign, failures, local, mean_of, plain, values_of
+from local_loops import Values, assign, failures, local, mean_of, plain, run, values_of
 from torch import nn
 
 from harness import assert_parity, run_ranks, wrap
@@ -39,16 +39,18 @@ def _every_period(rank: int, world_size: int) -> None:
     _check_synchronizes(made, ddp, "every period")
 
 
-def _function(rank: int, world_size: int) -> None:
-    lengths = {3: 2, 5: 5, 10: 1, 11: 3}
+def _another_period(rank: int, world_size: int) -> None:
+    """A period that is changed within a round counts from the next one on."""
 
     def after_step(model: nn.Module, optimizer: Any, count: int) -> None:
-        if count in (2, 7, 8, 11):
+        if count in (4, 6, 8, 10):
             assign(model, mean_of(values_of(model)))
 
     expected = plain(MLP, rank, steps=STEPS, start_step=START, after_step=after_step)
-    candidate, _, _ = local(MLP, rank, steps=STEPS, build=lambda ddp, o: LocalSGD(ddp, o, lengths.__getitem__, START))
-    assert_parity(candidate, expected, what="a schedule of periods")
+    candidate, made, ddp = local(MLP, rank, steps=START + 1, build=lambda ddp, o: LocalSGD(ddp, o, PERIOD, START))
+    made.averager.period = 2
+    candidate += run(MLP, rank, range(START + 1, STEPS), ddp, made)
+    assert_parity(candidate, expected, what="another period")
 
 
 def _overlapped(rank: int, world_size: int, delay: int) -> None:
@@ -133,7 +135,7 @@ def _half(rank: int, world_size: int, outer: Any, overlap: bool) -> None:
 
 CELLS: dict[str, Callable[[int, int], None]] = {
     "every period": _every_period,
-    "a function gives the length of each round": _function,
+    "another period from the next round on": _another_period,
     "overlap 1": functools.partial(_overlapped, delay=1),
     "overlap 3": functools.partial(_overlapped, delay=3),
     "DiLoCo": functools.partial(_diloco, fragments=1),
