@@ -1,4 +1,4 @@
-"""Which rank owns which elements, and the groups of parameters that a user passes, compared over the ranks.
+"""Which rank owns which elements.
 
 [Note: ownership]
 
@@ -15,29 +15,11 @@ owns least so far. Frozen parameters have no state, so they are balanced by them
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-from torch import Tensor
-
-from overlap._checks import as_list
-from overlap.errors import ArgumentTypeError, ConfigurationError
-from overlap.ranks.board import of_all_ranks
-
-__all__ = [
-    "Extent",
-    "Partition",
-    "Range",
-    "check_same_on_all_ranks",
-    "copy_options",
-    "names_of",
-    "options_of",
-    "read_groups",
-    "with_names",
-]
+__all__ = ["Extent", "Partition", "Range", "copy_options", "options_of"]
 
 _BLOCK_BYTES = 128
 # The keys of a group that are not hyperparameters.
@@ -98,53 +80,6 @@ class Partition:
         return tuple(ranges)
 
 
-def read_groups(params: Any) -> list[dict[str, Any]]:
-    """Groups with lists of parameters, from anything that an optimizer takes; named parameters give ``param_names``.
-
-    Raises:
-        ConfigurationError: there are no parameters, or something is not a parameter.
-    """
-    if (given := as_list(params)) is None:
-        raise ArgumentTypeError(
-            f"params is an iterable of parameters or of groups, got {type(params).__name__}; "
-            "pass ddp.parameters(), or [parameter]"
-        )
-    groups = [dict(group) for group in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
-    for place, group in enumerate(groups):
-        if "params" not in group:
-            raise ConfigurationError(f"group {place} has no 'params', only {sorted(group)}")
-        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        if members and all(isinstance(member, tuple) for member in members):
-            group["param_names"], members = (list(each) for each in zip(*members, strict=True))
-        for position, member in enumerate(members):
-            if not isinstance(member, Tensor) or not member.is_leaf:
-                kind = "not a leaf, but the result of a computation"
-                if not isinstance(member, Tensor):
-                    kind = f"a {type(member).__name__}, not a Tensor"
-                raise ConfigurationError(f"parameter {position} of group {place} is {kind}")
-        group["params"] = members
-    if not any(group["params"] for group in groups):
-        raise ConfigurationError("params is empty; pass ddp.parameters() (an iterator can be read only once)")
-    return groups
-
-
-def names_of(groups: Sequence[Mapping[str, Any]], *, first_group: int = 0) -> list[str]:
-    """The name of each parameter in messages."""
-    names: list[str] = []
-    for place, group in enumerate(groups, start=first_group):
-        given = group.get("param_names")
-        names.extend(given or (f"parameter {position} of group {place}" for position in range(len(group["params"]))))
-    return names
-
-
-def with_names(group: dict[str, Any]) -> dict[str, Any]:
-    """A group in the form that ``torch.optim`` takes for named parameters."""
-    if "param_names" not in group:
-        return group
-    others = {key: value for key, value in group.items() if key != "param_names"}
-    return {**others, "params": list(zip(group["param_names"], group["params"], strict=True))}
-
-
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
@@ -154,28 +89,3 @@ def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[st
     """Copy the hyperparameters of each group to its counterpart."""
     for source, target in zip(sources, targets, strict=True):
         target.update(options_of(source))
-
-
-def check_same_on_all_ranks(
-    groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: dist.ProcessGroup, settings: str
-) -> None:
-    """Compare the parameters, and the ``settings`` by which they are sharded, with those of rank 0.
-
-    Communication: one gather of a few bytes per parameter.
-
-    Raises:
-        ConfigurationError: they differ; raised on every rank, with the rank and the first parameter that differs.
-    """
-    pairs = [(place, p) for place, one in enumerate(groups) for p in one["params"]]
-    mine = [
-        f"{name} (group {place}) is {tuple(p.shape)} {p.dtype} of strides {p.stride()}"
-        f"{'' if p.requires_grad else ', frozen'}"
-        for name, (place, p) in zip(names, pairs, strict=True)
-    ]
-    everyone = of_all_ranks([settings, *mine], group)
-    for rank, theirs in enumerate(everyone):
-        for there, here in itertools.zip_longest(theirs, everyone[0], fillvalue="no further parameter"):
-            if there != here:
-                raise ConfigurationError(
-                    f"ranks have different parameters or options: {there} on rank {rank}, {here} on rank 0"
-                )
