@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.zero.partition import Range, copy_options, options_of
-from overlap.optim.zero.shards import Shard, flatten
+from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, options_of
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
 from overlap.ranks.board import Agreement, of_all_ranks, on_rank
 

@@ -51,9 +51,8 @@ from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
 from overlap.optim.zero.checkpoint import ShardedState, packed
-from overlap.optim.zero.exchange import Exchange, Gather, Workspace
-from overlap.optim.zero.partition import Extent, Partition, copy_options
-from overlap.optim.zero.shards import BucketShards, Shard, flatten, publish
+from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
+from overlap.optim.zero.shards import Extent, Partition, Shard, copy_options, flatten, publish
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, group_all_reduce, group_broadcast, of_all_ranks
 
@@ -128,6 +127,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         **defaults: Any,
     ) -> None:
         self.process_group = _checked_group(process_group)
+        self._master_dtype = master_dtype
+        # Makes an optimizer of groups; from_optimizer() has set its own.
+        self._make: Callable[[list[dict[str, Any]]], Optimizer]
+        if not hasattr(self, "_make"):
+            self._make = partial(_made, optimizer_class, defaults)
         with Agreement(self.process_group, "make a ZeroRedundancyOptimizer") as agreement:
             check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
             if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
@@ -136,60 +140,46 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                     f"arguments as keywords, got {described(optimizer_class)}; an optimizer that exists is sharded by "
                     "ZeroRedundancyOptimizer.from_optimizer(optimizer)"
                 )
-            make = partial(_made, optimizer_class, defaults)
-            self._set_up(params, optimizer_class, make, agreement, overlap_with_ddp, partition, master_dtype)
-
-    def _set_up(
-        self,
-        params: Any,
-        optimizer_class: type[Optimizer],
-        make: Callable[[list[dict[str, Any]]], Optimizer],
-        agreement: Agreement,
-        overlap_with_ddp: bool,
-        partition: str | None,
-        master_dtype: torch.dtype | None,
-    ) -> None:
-        check_flag("overlap_with_ddp", overlap_with_ddp)
-        if partition is not None and not is_one_of(partition, "element", "parameter"):
-            raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
-        if not (master_dtype is None or (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point)):
-            raise ConfigurationError(
-                f"master_dtype is a floating-point dtype such as torch.float32, got {told(master_dtype)}"
-            )
-        self._make, self._master_dtype = make, master_dtype
-        self.updates, self.blocks = [], []
-        Joinable.__init__(self)
-        try:
-            Optimizer.__init__(self, params, {})
-        except (KeyError, TypeError, ValueError) as error:
-            kind = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
-            raise kind(
-                f"params is ddp.parameters(), which can be read only once, or groups of them: {error}"
-            ) from error
-        self._check_options(self.param_groups)
-        unit = check_unit(optimizer_class, instead=_INSTEAD)
-        if callable(getattr(optimizer_class, "eval", None)):  # A loop that asks with hasattr would not call it.
-            raise UnsupportedError(
-                f"{optimizer_class.__name__} is switched by its methods train() and eval(), which a rank can only do "
-                f"for its own part: use {_INSTEAD}"
-            )
-        if partition == "element" and unit == "parameter":
-            raise UnsupportedError(
-                f"{optimizer_class.__name__} does not update each element by itself: use partition='parameter', or "
-                "leave partition out"
-            )
-        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.partition = partition or unit
-        self._division = Partition(self.partition, self.world_size)
-        self.shards: dict[int, Shard] = {}
-        """The shard of each parameter in the groups, by ``id`` of the parameter, in the groups' order."""
-        self._shard(self.param_groups, agreement)
-        self.optim = make(self._chunks_of(self.param_groups))
-        """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
+            check_flag("overlap_with_ddp", overlap_with_ddp)
+            if partition is not None and not is_one_of(partition, "element", "parameter"):
+                raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
+            if not (master_dtype is None or (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point)):
+                raise ConfigurationError(
+                    f"master_dtype is a floating-point dtype such as torch.float32, got {told(master_dtype)}"
+                )
+            self.updates, self.blocks = [], []
+            Joinable.__init__(self)
+            try:
+                Optimizer.__init__(self, params, {})
+            except (KeyError, TypeError, ValueError) as error:
+                kind = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
+                raise kind(
+                    f"params is ddp.parameters(), which can be read only once, or groups of them: {error}"
+                ) from error
+            self._check_options(self.param_groups)
+            unit = check_unit(optimizer_class, instead=_INSTEAD)
+            if callable(getattr(optimizer_class, "eval", None)):  # A loop that asks with hasattr would not call it.
+                raise UnsupportedError(
+                    f"{optimizer_class.__name__} is switched by its methods train() and eval(), which a rank can only "
+                    f"do for its own part: use {_INSTEAD}"
+                )
+            if partition == "element" and unit == "parameter":
+                raise UnsupportedError(
+                    f"{optimizer_class.__name__} does not update each element by itself: use partition='parameter', or "
+                    "leave partition out"
+                )
+            self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+            self.partition = partition or unit
+            self._division = Partition(self.partition, self.world_size)
+            self.shards: dict[int, Shard] = {}
+            """The shard of each parameter in the groups, by ``id`` of the parameter, in the groups' order."""
+            self._shard(self.param_groups, agreement)
+            self.optim = self._make(self._chunks_of(self.param_groups))
+            """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self.overlap_with_ddp = overlap_with_ddp
         self._stepper = SubsetStepper(self.optim)
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
-        self.exchange = Exchange(sends_directly and not has_streams(self.join_device), Workspace())
+        self.exchange = Exchange(sends_directly=sends_directly and not has_streams(self.join_device))
         self.has_joined = False
         """Whether this rank issues the collectives of a step after its last input, under a ``Join``."""
         # By ``id`` of a shard, how many values its state had when they were checked.
@@ -248,12 +238,21 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             UnsupportedError: as at construction; or it has hooks, a scheduler, a ``step()`` of its own or tensors in
                 attributes, which would be lost.
         """
-        zero = cls.__new__(cls)
-        zero.process_group = _checked_group(process_group)
-        with Agreement(zero.process_group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
+        group = _checked_group(process_group)
+        with Agreement(group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
             plain = check_convertible(optimizer)
-            make = partial(_twin, _twin(plain, []))  # And not of plain, whose whole state would live on.
-            zero._set_up(plain.param_groups, type(plain), make, agreement, overlap_with_ddp, partition, master_dtype)
+            agreement.agree()
+        zero = cls.__new__(cls)
+        zero._make = partial(_twin, _twin(plain, []))  # And not of plain, whose whole state would live on.
+        cls.__init__(
+            zero,
+            plain.param_groups,
+            type(plain),
+            group,
+            overlap_with_ddp=overlap_with_ddp,
+            partition=partition,
+            master_dtype=master_dtype,
+        )
         if plain.state:
             zero.prepare_to_load()
             state = zero.sharded_state()
@@ -395,38 +394,31 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             UnsupportedError: by element, new state belongs neither to elements nor to the parameter.
         """
-        if verdict.found_inf is None:
-            self._step_part(pairs, arguments)
-        else:
-            with verdict.passed_to(self.optim):
-                self._step_part(pairs, arguments)
-        masters: list[Shard] = []
-        for shard, _ in pairs:
-            if shard.has_master:
-                masters.append(shard)
-        if masters:
-            publish(masters)
-
-    def _step_part(self, pairs: Sequence[tuple[Shard, Tensor]], arguments: Mapping[str, Any]) -> None:
         self._consolidated.clear()
         chunks: list[Tensor] = []
         gradients: list[Tensor] = []
+        masters: list[Shard] = []
         widens = False
         for shard, gradient in pairs:
             if (own := shard.own) is not None:
                 chunks.append(own)
                 gradients.append(shard.shaped(gradient) if shard.is_whole else gradient)
                 widens = widens or gradient.dtype != own.dtype
+                if shard.has_master:
+                    masters.append(shard)
         if widens:
             narrow, gradients = gradients, list(map(torch.empty_like, chunks))
             copy_all(gradients, narrow)
-        self._stepper.step(chunks, gradients, **arguments)
+        with nullcontext() if verdict.found_inf is None else verdict.passed_to(self.optim):
+            self._stepper.step(chunks, gradients, **arguments)
         state, sizes = self.optim.state, self._checked_state
         for shard, _ in pairs if self.partition == "element" else ():
             own = shard.own
             if own is not None and not shard.is_whole and len(state.get(own, ())) != sizes.get(id(shard)):
                 check_divisible(self.optim, shard, state.get(own, {}), own.shape)
                 sizes[id(shard)] = len(state.get(own, ()))
+        if masters:
+            publish(masters)
 
     def finish(self, **arguments: Any) -> None:
         """End a step: the groups, as its parts have left them, are then the same on all ranks."""

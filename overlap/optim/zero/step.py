@@ -29,10 +29,9 @@ from overlap.hooks.stage import UpdateStage
 from overlap.join.participation import active_join
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout, Update
-from overlap.optim.zero.exchange import Gather
+from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduced
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.prefetch import ParameterPrefetch
-from overlap.optim.zero.shards import BucketShards, in_elements, reduced
 
 __all__ = ["ReduceScatter", "ZeroStep", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -310,7 +309,7 @@ class ZeroStep(Update[ShardedLayout]):
 
     def after_backward(self, *, failed: bool) -> str | None:
         if self.releases_gradients or failed:
-            self.exchange.workspace.trim()  # For the forward, as the buckets.
+            self.exchange.trim()  # For the forward, as the buckets.
         return super().after_backward(failed=failed)
 
     def conclude(self) -> None:
@@ -327,8 +326,9 @@ class ZeroStep(Update[ShardedLayout]):
         if found_inf is None or not (has_streams(found_inf.device) or found_inf.item()):
             return
         for shard in self.zero.shards.values():
-            grad, other = shard.parameter.grad, shard.foreign_element
-            if grad is not None and other is not None and grad.stride() == shard.parameter.stride():
+            grad, (start, end) = shard.parameter.grad, shard.range
+            other = 0 if start > 0 else end
+            if grad is not None and other < grad.numel() and grad.stride() == shard.parameter.stride():
                 element = grad.as_strided((1,), (1,), int(grad.storage_offset()) + other)
                 element.copy_(torch.where(found_inf > 0, float("inf"), element))
                 return
