@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.host_cost import METHODS, PLAIN, operators
-from overlap.optim.zero import shards
+from overlap.optim.zero import exchange
 
 # At most so many for a bucket of six parameters; lower a figure when a stage comes to need fewer.
 MOST_A_BUCKET = {
@@ -39,7 +39,7 @@ MOST_A_STEP = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_bucket_and_a_step_take_few_operators(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_LEAST_BYTES_ON_STREAMS", 2**24)  # Tests of streams cut gathers into small parts.
+    monkeypatch.setattr(exchange, "_LEAST_BYTES_ON_STREAMS", 2**24)  # Tests of streams cut gathers into small parts.
     four, eight = operators(method, 4), operators(method, 8)
     a_bucket = (eight.total() - four.total()) / 4
     assert a_bucket >= 2 or method == PLAIN  # A collective and the division: they were seen.

@@ -226,10 +226,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # ZeRO.
     "a shard begins one element late": Mutant(
-        "optim/zero/partition.py", "start = end", "start = end + 1", "optim/zero/test_zero_partition.py"
+        "optim/zero/shards.py", "start = end", "start = end + 1", "optim/zero/test_zero_partition.py"
     ),
     "the owner of a parameter has the most work": Mutant(
-        "optim/zero/partition.py",
+        "optim/zero/shards.py",
         "owner = min(self._ranks",
         "owner = max(self._ranks",
         "optim/zero/test_zero_partition.py",

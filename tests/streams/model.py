@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.streams import active
-from overlap.optim.zero import shards
+from overlap.optim.zero import exchange
 
 __all__ = ["CPU", "Branches", "Deep", "Net", "Unused", "batch", "matrices", "rest", "wrapped"]
 
 CPU = torch.device("cpu")
 _WIDTH = 16
 # Gathers that ride into the next forward come in several parts, though buckets are small.
-shards._LEAST_BYTES_ON_STREAMS = 64
+exchange._LEAST_BYTES_ON_STREAMS = 64
 
 
 class Net(nn.Module):

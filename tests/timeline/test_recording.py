@@ -32,11 +32,11 @@ from overlap import (
 from overlap._torch.device import DeviceStreams, streams_replaced
 from overlap.hooks import Role, all_gather, reduce_scatter
 from overlap.hooks.engine.registration import registration_of
-from overlap.optim.zero import shards
+from overlap.optim.zero import exchange
 from overlap.timeline import StepReport, profile
 from overlap.timeline.recording import EventClock, Recorder, StepRecord
 
-shards._LEAST_BYTES = 1000  # A part for each layer of 16 x 16.
+exchange._LEAST_BYTES = 1000  # A part for each layer of 16 x 16.
 
 
 def make_model(case: Any = MLP) -> Any:
@@ -186,7 +186,7 @@ def gathers_in_the_next_forward(rank: int, world_size: int) -> None:
         await gather(shards, group)
         time.sleep(0.05)
 
-    object.__setattr__(zero.exchange, "gather", slow_gather)
+    zero.exchange.gather = slow_gather  # type: ignore[method-assign]
     with Timeline(ddp) as timeline:
         for step in range(5):
             ddp(torch.ones(2, 16) * step).square().mean().backward()

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.zero.partition import Range, copy_options, options_of
-from overlap.optim.zero.shards import Shard, flatten
+from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, options_of
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
 from overlap.ranks.board import Agreement, of_all_ranks, on_rank
 
@@ -70,32 +69,29 @@ class ShardedState:
         Raises:
             UnsupportedError: a value of a parameter that is cut cannot be divided.
         """
-        packed = self.optimizer.state_dict()
+        own = self.optimizer.state_dict()
         chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+        found: dict[str, Any] = {
+            _MANIFEST: {
+                "state": as_plain({key: value for key, value in own["state"].items() if key not in range(len(chunks))}),
+                "entries": as_plain(_entries(own)),
+                "options": [as_plain(options_of(group)) for group in self.param_groups],
+                "dtypes": [shard.dtype for shard in self.shards],
+                "strides": [list(shard.strides) for shard in self.shards],
+                "groups": [len(group["params"]) for group in self.param_groups],
+                "shapes": [list(shard.parameter.shape) for shard in self.shards],
+            }
+        }
         place_of = {id(chunk): place for place, chunk in enumerate(chunks)}
-        found: dict[str, Any] = {_MANIFEST: self._manifest(packed, len(chunks))}
         for index, shard in enumerate(self.shards):
             if shard.own is None:
                 continue
-            state = as_plain(packed["state"].get(place_of[id(shard.own)], {}))
+            state = as_plain(own["state"].get(place_of[id(shard.own)], {}))
             check_divisible(self.optimizer, shard, state, shard.own.shape)
             if shard.has_master:
                 state = {**state, _MASTER: shard.own}
-            held = (0, shard.parameter.numel()) if shard.is_whole else shard.range
-            found |= _named(index, state, shard.own.shape, held, shard.strides)
+            found |= _named(index, state, shard.own.shape, _needed(shard), shard.strides)
         return found
-
-    def _manifest(self, packed: Mapping[str, Any], chunks: int) -> dict[str, Any]:
-        return {
-            "state": as_plain({key: value for key, value in packed["state"].items() if key not in range(chunks)}),
-            "entries": as_plain(_entries(packed)),
-            "options": [as_plain(options_of(group)) for group in self.param_groups],
-            "dtypes": [shard.dtype for shard in self.shards],
-            "strides": [list(shard.strides) for shard in self.shards],
-            "groups": [len(group["params"]) for group in self.param_groups],
-            "shapes": [list(shard.parameter.shape) for shard in self.shards],
-            "ranges": [list(shard.range) for shard in self.shards],
-        }
 
     def without_values(self) -> dict[str, Any]:
         """The consolidated state of an optimizer that has none of any parameter.
@@ -106,21 +102,13 @@ class ShardedState:
         manifest = self.pieces()[_MANIFEST]
         return {"state": dict(manifest["state"]), **manifest["entries"], _NO_STATE: None}
 
-    @property
-    def _leader(self) -> int:
-        """The rank whose manifest counts: the first that has something to step."""
-        owning = (rank for shard in self.shards for rank, (start, end) in enumerate(shard.ranges) if start < end)
-        return min(owning, default=0)
-
     def to_save(self) -> dict[str, Any]:
         """This rank's pieces for ``torch.distributed.checkpoint``, all of them tensors or numbers."""
         rank = self.process_group.rank()
         saved: dict[str, Any] = {}
         for name, value in self.pieces().items():
             if name == _MANIFEST:
-                # Of one rank, so it holds for all.
-                shared = {key: one for key, one in value.items() if key != "ranges"}
-                saved |= {name: _to_tensor(shared)} if rank == self._leader else {}
+                saved |= {name: _to_tensor(value)} if rank == 0 else {}
             elif isinstance(value, (dict, list, tuple)):
                 saved[name + _PACKED] = _to_tensor(value)
             # An empty piece is written only if there is no other one to show that the value exists.
@@ -133,51 +121,75 @@ class ShardedState:
         all ranks, by one gather for each block of parameters; returns ``None`` on the other ranks. The groups are left
         out.
         """
-        rank, ranks = self.process_group.rank(), self.process_group.size()
+        group, ranks = self.process_group, self.process_group.size()
         if to is not None and not 0 <= to < ranks:
             raise ConfigurationError(
                 f"consolidate_state_dict(to={to}): ranks of the group are 0 to {ranks - 1}, and None stands for all"
             )
-        manifest, group = pieces[_MANIFEST], self.process_group
         ends_bytes = list(itertools.accumulate(shard.parameter.nbytes for shard in self.shards))
         blocks: dict[int, dict[str, Any]] = {end // _BLOCK_BYTES: {} for end in ends_bytes}
         for name, value in pieces.items():
             if name != _MANIFEST:
                 blocks[ends_bytes[int(name.partition("/")[0])] // _BLOCK_BYTES][name] = value
-        state: dict[Any, Any] = {}
+        whole: dict[str, Any] | None = None
         failure: ConfigurationError | None = None
-        for mine in blocks.values():
-            given = cloned({_MANIFEST: manifest, **mine}, device=_CPU)
-            gathered = of_all_ranks(given, group) if to is None else on_rank(to, given, group)
+        for block in blocks.values():
+            mine = cloned({_MANIFEST: pieces[_MANIFEST], **block}, device=_CPU)
+            gathered = of_all_ranks(mine, group) if to is None else on_rank(to, mine, group)
             if gathered is None or failure is not None:
                 continue  # The other ranks gather all blocks.
-            manifest = gathered[self._leader][_MANIFEST]
-            # Values that each rank has are those of the first.
-            everyone = {name: value for one in reversed(gathered) for name, value in one.items()}
+            everyone = merged(gathered)
+            whole = whole or {"state": everyone[_MANIFEST]["state"], **everyone[_MANIFEST]["entries"]}
             try:
-                state |= self._joined(everyone, manifest, is_whole=True)
+                whole["state"] |= self._joined(everyone, is_whole=True)
             except ConfigurationError as error:
                 failure = error
         if failure is not None:
             raise failure
-        if to not in (None, rank):
-            return None
-        return {"state": {**state, **manifest["state"]}, **manifest["entries"]}
+        return whole
 
     # Loading.
 
     def check_pieces(self, pieces: Pieces) -> None:
-        """Raises: ConfigurationError: ``pieces`` lack elements of this rank."""
-        manifest = pieces[_MANIFEST]
-        self._check_sizes(manifest)
-        for index, shard in enumerate(self.shards) if "ranges" in manifest else ():
-            if manifest["ranges"][index] != list(shard.range):
-                raise self._other_share(shard, f"range {manifest['ranges'][index]} then, {list(shard.range)} now")
+        """Raises: ConfigurationError: ``pieces`` are of other parameters, or lack elements of this rank."""
+        self._check_manifest(pieces[_MANIFEST])
         self._places(pieces)
 
+    @torch.no_grad()
     def load_pieces(self, pieces: Pieces) -> None:
-        """Load ``pieces`` that have passed :meth:`check_pieces`, after the model's parameters."""
-        self._load(pieces, pieces[_MANIFEST])
+        """Replace the state, masters and hyperparameters of this rank by those in ``pieces``, which have passed
+        :meth:`check_pieces`, after the model's parameters."""
+        manifest, state = pieces[_MANIFEST], self._joined(pieces)
+        for index, values in state.items():
+            shard = self.shards[index]
+            if _MASTER in values and not shard.has_master:
+                raise ConfigurationError(
+                    f"the state has a copy of {shard.name} in {values[_MASTER].dtype}, from which it was stepped, and "
+                    "this optimizer keeps none: give ZeroRedundancyOptimizer master_dtype="
+                    f"{values[_MASTER].dtype}, with parameters of the dtype that they had"
+                )
+            check_divisible(self.optimizer, shard, values, (shard.range[1] - shard.range[0],))
+        dtypes = manifest["dtypes"] or [None] * len(self.shards)
+        loaded = {**self.optimizer.state_dict(), **cloned(manifest["entries"]), "state": cloned(manifest["state"])}
+        owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
+        for shard in self.shards:
+            shard.follow()
+        chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+        for place, chunk in enumerate(chunks):
+            index, shard = owned[id(chunk)]
+            values = state.get(index, {})
+            master = values.pop(_MASTER, None)
+            if shard.has_master:
+                chunk.copy_(shard.shaped(shard.views[shard.rank]) if master is None else master.view_as(chunk))
+            if values or (index in state and master is None):
+                loaded["state"][place] = values
+        for group, values in zip(loaded["param_groups"], manifest["options"], strict=True):
+            group.update(values)
+        self.optimizer.load_state_dict(loaded)
+        for place, chunk in enumerate(chunks):
+            given, now = loaded["state"].get(place, {}), self.optimizer.state.get(chunk, {})
+            _keep_values(given, now, chunk, is_as_saved=dtypes[owned[id(chunk)][0]] == chunk.dtype)
+        copy_options(self.optimizer.param_groups, self.param_groups)
 
     def load_checkpoint(self, checkpoint: Any, key: str) -> None:
         """Load this rank's part of a :meth:`to_save` of any number of ranks, saved under ``key``."""
@@ -206,18 +218,19 @@ class ShardedState:
                 if isinstance(found, TensorStorageMetadata):
                     wanted[prefix + name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
             load(wanted, storage_reader=reader, process_group=self.process_group)
-            return {name: wanted[prefix + name] for name in names}
+            return {
+                name.removesuffix(_PACKED): _from_tensor(wanted[prefix + name])
+                if name.endswith((_PACKED, _MANIFEST))
+                else wanted[prefix + name]
+                for name in names
+            }
 
-        manifest = _from_tensor(read([_MANIFEST])[_MANIFEST])
-        self._check_sizes(manifest)
-        names = sorted(name.removeprefix(prefix) for name in saved if name.startswith(prefix))
+        pieces = read([_MANIFEST])
         with Agreement(self.process_group, "load the parts of a ZeroRedundancyOptimizer") as agreement:
-            places = list(self._places(names))
+            self._check_manifest(pieces[_MANIFEST])
+            places = self._places(name.removeprefix(prefix) for name in saved if name.startswith(prefix))
             agreement.agree()
-        values = read(places)
-        packed = [name for name in values if name.endswith(_PACKED)]
-        values |= {name.removesuffix(_PACKED): _from_tensor(values.pop(name)) for name in packed}
-        self._load(values, manifest)
+        self.load_pieces({**pieces, **read(sorted(places))})
 
     def load_whole(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> None:
         """Load this rank's part of a state in the form of the plain optimizer; ``dtypes`` are those in which the
@@ -243,17 +256,17 @@ class ShardedState:
             "groups": [len(group["params"]) for group in groups],
             "shapes": [list(shard.parameter.shape) for shard in self.shards],
         }
-        self._check_sizes(manifest)
-        pieces: dict[str, Any] = {}
+        self._check_manifest(manifest)
+        pieces: dict[str, Any] = {_MANIFEST: manifest}
         for index, (shard, key) in enumerate(zip(self.shards, keys, strict=True)):
             state, parameter = state_dict["state"].get(key, {}), shard.parameter
             check_divisible(self.optimizer, shard, state, parameter.shape)
             pieces |= _named(index, state, parameter.shape, (0, parameter.numel()), parameter.stride())
-        self._load(pieces, manifest)
+        self.load_pieces(pieces)
 
     # Pieces.
 
-    def _check_sizes(self, manifest: Mapping[str, Any]) -> None:
+    def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
         groups = [len(group["params"]) for group in self.param_groups]
         if manifest["groups"] != groups:
             raise ConfigurationError(
@@ -271,13 +284,6 @@ class ShardedState:
                     f"{shard.parameter.stride()}: bring the model into that memory format, or load a consolidated "
                     "state_dict() instead"
                 )
-
-    def _other_share(self, shard: Shard, difference: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that was saved "
-            f"({difference}): use the same partition, order of parameters, memory format and number of ranks, or the "
-            "states of all ranks"
-        )
 
     def _places(self, names: Iterable[str], *, is_whole: bool = False) -> dict[str, tuple[int, str, Range | None]]:
         """Of each piece among ``names`` that this rank needs (for ``is_whole`` parameters, if asked for): its
@@ -306,10 +312,15 @@ class ShardedState:
                 places[name] = index, key, held
         for (index, key), numel in missing.items():
             if numel:
-                raise self._other_share(self.shards[index], f"{numel} elements of {key!r} are missing")
+                shard = self.shards[index]
+                raise ConfigurationError(
+                    f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that "
+                    f"was saved ({numel} elements of {key!r} are missing): use the same partition, order of "
+                    "parameters, memory format and number of ranks, or the states of all ranks"
+                )
         return places
 
-    def _joined(self, pieces: Pieces, manifest: Mapping[str, Any], *, is_whole: bool = False) -> dict[int, Any]:
+    def _joined(self, pieces: Pieces, *, is_whole: bool = False) -> dict[int, Any]:
         """The state of each parameter from its pieces, as this rank's chunks have it, or as a whole."""
         state: dict[int, dict[str, Any]] = {}
         flat: dict[tuple[int, str], Tensor] = {}
@@ -327,53 +338,15 @@ class ShardedState:
         for (index, key), joined in flat.items():
             shard = self.shards[index]
             if is_whole or shard.is_whole:
-                state[index][key] = joined.as_strided(shard.parameter.size(), manifest["strides"][index])
+                strides = pieces[_MANIFEST]["strides"][index]
+                state[index][key] = joined.as_strided(shard.parameter.size(), strides)
         return state
-
-    @torch.no_grad()
-    def _load(self, pieces: Pieces, manifest: Mapping[str, Any]) -> None:
-        """Replace the state, masters and hyperparameters of this rank, after the model's parameters."""
-        state = self._joined(pieces, manifest)
-        for index, values in state.items():
-            shard = self.shards[index]
-            if _MASTER in values and not shard.has_master:
-                raise ConfigurationError(
-                    f"the state has a copy of {shard.name} in {values[_MASTER].dtype}, from which it was stepped, and "
-                    "this optimizer keeps none: give ZeroRedundancyOptimizer master_dtype="
-                    f"{values[_MASTER].dtype}, with parameters of the dtype that they had"
-                )
-            check_divisible(self.optimizer, shard, values, (shard.range[1] - shard.range[0],))
-        dtypes = manifest["dtypes"] or [None] * len(self.shards)
-        for shard in self.shards:
-            shard.follow()
-        packed = self.optimizer.state_dict()
-        packed.update(cloned(manifest["entries"]))
-        packed["state"] = cloned(manifest["state"])
-        owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
-        chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
-        for place, chunk in enumerate(chunks):
-            index, shard = owned[id(chunk)]
-            values = state.get(index, {})
-            master = values.pop(_MASTER, None)
-            if shard.has_master:
-                chunk.copy_(shard.shaped(shard.views[shard.rank]) if master is None else master.view_as(chunk))
-            if values or (index in state and master is None):
-                packed["state"][place] = values
-        for group, values in zip(packed["param_groups"], manifest["options"], strict=True):
-            group.update(values)
-        self.optimizer.load_state_dict(packed)
-        for place, chunk in enumerate(chunks):
-            given, loaded = packed["state"].get(place, {}), self.optimizer.state.get(chunk, {})
-            _keep_values(given, loaded, chunk, is_as_saved=dtypes[owned[id(chunk)][0]] == chunk.dtype)
-        copy_options(self.optimizer.param_groups, self.param_groups)
 
 
 def merged(saved: Sequence[Pieces]) -> dict[str, Any]:
-    """The pieces of all ranks together, from those of each."""
-    manifests = [pieces[_MANIFEST] for pieces in saved]
-    led = next((one for one in manifests if any(start < end for start, end in one["ranges"])), manifests[0])
-    everyone = {name: value for pieces in reversed(saved) for name, value in pieces.items()}
-    return {**everyone, _MANIFEST: {key: one for key, one in led.items() if key != "ranges"}}
+    """The pieces of all ranks together. Of those that several have, such as the manifest, the first rank's count: it
+    has something to step, as state that belongs to no parameter may need."""
+    return {name: value for pieces in reversed(saved) for name, value in pieces.items()}
 
 
 def packed(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -443,24 +416,22 @@ def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor
 def _named(
     index: int, state: Mapping[str, Any], shape: Sequence[int], held: Range, strides: Sequence[int]
 ) -> Iterator[tuple[str, Any]]:
-    """The pieces of a parameter's ``state``, in which values per element have this ``shape`` and these elements."""
+    """The pieces of a parameter's ``state``, in which values per element have this ``shape``, these elements, and are
+    to be flat in the order of ``strides``."""
     for key, value in state.items():
-        if is_per_element(value, shape):
-            yield f"{index}/{key}/{held[0]}:{held[1]}", _in_order(value, strides)
-        else:
+        if not is_per_element(value, shape):
             yield f"{index}/{key}", value
+            continue
+        flat = value
+        if value.dim() == len(strides) and value.stride() != tuple(strides):
+            flat = torch.empty_strided(value.size(), tuple(strides), dtype=value.dtype, device=value.device)
+            flat.copy_(value)
+        yield f"{index}/{key}/{held[0]}:{held[1]}", flatten(flat)
 
 
-def _needed(shard: Shard, *, is_whole: bool) -> Range:
-    """The elements of ``shard`` to be joined from pieces."""
+def _needed(shard: Shard, *, is_whole: bool = False) -> Range:
+    """The elements of ``shard`` in this rank's state, or in that of the ``is_whole`` parameter."""
     return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range
-
-
-def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """``value``, flat in the order of memory that ``strides`` are; a view if it lies so."""
-    if value.dim() == len(strides) and value.stride() != tuple(strides):
-        value = torch.empty_strided(value.size(), tuple(strides), dtype=value.dtype, device=value.device).copy_(value)
-    return flatten(value)
 
 
 def _to_tensor(value: Any) -> Tensor:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -29,7 +30,14 @@ from overlap._torch.optimizer import (
     run_state_hooks,
     unwrapped,
 )
-from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    OverlapError,
+    RegistrationError,
+    TrainingLoopError,
+    UnsupportedError,
+)
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import run_now
 from overlap.hooks.transforms.clip import Clipping, in_model_order
@@ -40,19 +48,10 @@ from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
 from overlap.optim.zero.checkpoint import ShardedState, packed
-from overlap.optim.zero.exchange import Exchange, Gather, Workspace
-from overlap.optim.zero.partition import (
-    Extent,
-    Partition,
-    check_same_on_all_ranks,
-    copy_options,
-    names_of,
-    read_groups,
-    with_names,
-)
-from overlap.optim.zero.shards import BucketShards, Shard, flatten, publish
+from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
+from overlap.optim.zero.shards import Extent, Partition, Shard, copy_options, flatten, publish
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
-from overlap.ranks.board import Agreement, group_all_reduce, group_broadcast
+from overlap.ranks.board import Agreement, group_all_reduce, group_broadcast, of_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -125,6 +124,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         **defaults: Any,
     ) -> None:
         self.process_group = _checked_group(process_group)
+        self._master_dtype = master_dtype
+        # Makes an optimizer of groups; from_optimizer() has set its own.
+        self._make: Callable[[list[dict[str, Any]]], Optimizer]
+        if not hasattr(self, "_make"):
+            self._make = partial(_made, optimizer_class, defaults)
         with Agreement(self.process_group, "make a ZeroRedundancyOptimizer") as agreement:
             check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
             if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
@@ -133,54 +137,46 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                     f"arguments as keywords, got {described(optimizer_class)}; an optimizer that exists is sharded by "
                     "ZeroRedundancyOptimizer.from_optimizer(optimizer)"
                 )
-            make = partial(_made, optimizer_class, defaults)
-            self._set_up(params, optimizer_class, make, agreement, overlap_with_ddp, partition, master_dtype)
-
-    def _set_up(
-        self,
-        params: Any,
-        optimizer_class: type[Optimizer],
-        make: Callable[[list[dict[str, Any]]], Optimizer],
-        agreement: Agreement,
-        overlap_with_ddp: bool,
-        partition: str | None,
-        master_dtype: torch.dtype | None,
-    ) -> None:
-        check_flag("overlap_with_ddp", overlap_with_ddp)
-        if partition is not None and not is_one_of(partition, "element", "parameter"):
-            raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
-        if not (master_dtype is None or (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point)):
-            raise ConfigurationError(
-                f"master_dtype is a floating-point dtype such as torch.float32, got {told(master_dtype)}"
-            )
-        self._make, self._master_dtype = make, master_dtype
-        groups = read_groups(params)
-        self._check_options(groups)
-        unit = check_unit(optimizer_class, instead=_INSTEAD)
-        if callable(getattr(optimizer_class, "eval", None)):  # A loop that asks with hasattr would not call it.
-            raise UnsupportedError(
-                f"{optimizer_class.__name__} is switched by its methods train() and eval(), which a rank can only do "
-                f"for its own part: use {_INSTEAD}"
-            )
-        if partition == "element" and unit == "parameter":
-            raise UnsupportedError(
-                f"{optimizer_class.__name__} does not update each element by itself: use partition='parameter', or "
-                "leave partition out"
-            )
-        agreement.agree()
-        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.partition = partition or unit
-        self._division = Partition(self.partition, self.world_size)
-        self.shards: dict[int, Shard] = {}
-        """The shard of each parameter in the groups, by ``id`` of the parameter, in the groups' order."""
-        self._shard(groups, first_group=0)
-        self.optim = make(self._chunks_of(groups))
-        """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
+            check_flag("overlap_with_ddp", overlap_with_ddp)
+            if partition is not None and not is_one_of(partition, "element", "parameter"):
+                raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
+            if not (master_dtype is None or (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point)):
+                raise ConfigurationError(
+                    f"master_dtype is a floating-point dtype such as torch.float32, got {told(master_dtype)}"
+                )
+            self.updates, self.blocks = [], []
+            Joinable.__init__(self)
+            try:
+                Optimizer.__init__(self, params, {})
+            except (KeyError, TypeError, ValueError) as error:
+                kind = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
+                raise kind(
+                    f"params is ddp.parameters(), which can be read only once, or groups of them: {error}"
+                ) from error
+            self._check_options(self.param_groups)
+            unit = check_unit(optimizer_class, instead=_INSTEAD)
+            if callable(getattr(optimizer_class, "eval", None)):  # A loop that asks with hasattr would not call it.
+                raise UnsupportedError(
+                    f"{optimizer_class.__name__} is switched by its methods train() and eval(), which a rank can only "
+                    f"do for its own part: use {_INSTEAD}"
+                )
+            if partition == "element" and unit == "parameter":
+                raise UnsupportedError(
+                    f"{optimizer_class.__name__} does not update each element by itself: use partition='parameter', or "
+                    "leave partition out"
+                )
+            self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+            self.partition = partition or unit
+            self._division = Partition(self.partition, self.world_size)
+            self.shards: dict[int, Shard] = {}
+            """The shard of each parameter in the groups, by ``id`` of the parameter, in the groups' order."""
+            self._shard(self.param_groups, agreement)
+            self.optim = self._make(self._chunks_of(self.param_groups))
+            """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self.overlap_with_ddp = overlap_with_ddp
         self._stepper = SubsetStepper(self.optim)
-        self.updates, self.blocks = [], []
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
-        self.exchange = Exchange(sends_directly and not has_streams(self.join_device), Workspace())
+        self.exchange = Exchange(sends_directly=sends_directly and not has_streams(self.join_device))
         self.has_joined = False
         """Whether this rank issues the collectives of a step after its last input, under a ``Join``."""
         # By ``id`` of a shard, how many values its state had when they were checked.
@@ -188,8 +184,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         # The buckets in which step() gathers without a stage, and the parameters in them.
         self._buckets: list[BucketShards] = []
         self._bucketed: tuple[int, ...] = ()
-        Joinable.__init__(self)
-        Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
+        self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
         self._layout = _layout_of(self.param_groups)
         # The consolidated state, {} if another rank has it; no entry if it changed since. As `updates`, never replaced.
@@ -240,12 +235,21 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             UnsupportedError: as at construction; or it has hooks, a scheduler, a ``step()`` of its own or tensors in
                 attributes, which would be lost.
         """
-        zero = cls.__new__(cls)
-        zero.process_group = _checked_group(process_group)
-        with Agreement(zero.process_group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
+        group = _checked_group(process_group)
+        with Agreement(group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
             plain = check_convertible(optimizer)
-            make = partial(_twin, _twin(plain, []))  # And not of plain, whose whole state would live on.
-            zero._set_up(plain.param_groups, type(plain), make, agreement, overlap_with_ddp, partition, master_dtype)
+            agreement.agree()
+        zero = cls.__new__(cls)
+        zero._make = partial(_twin, _twin(plain, []))  # And not of plain, whose whole state would live on.
+        cls.__init__(
+            zero,
+            plain.param_groups,
+            type(plain),
+            group,
+            overlap_with_ddp=overlap_with_ddp,
+            partition=partition,
+            master_dtype=master_dtype,
+        )
         if plain.state:
             zero.prepare_to_load()
             state = zero.sharded_state()
@@ -275,29 +279,27 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ConfigurationError: as at construction.
         """
         if not self._is_complete:
-            super().add_param_group(param_group)
+            super().add_param_group({**param_group})  # PyTorch completes the dict that it is given.
             return
         with Agreement(self.process_group, "add a group of parameters to a ZeroRedundancyOptimizer") as agreement:
-            if not isinstance(param_group, Mapping):
-                raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
-            (group,) = groups = read_groups([param_group])
-            self._check_options(groups)
-            place = len(self.param_groups)
-            for stage in self.updates:
-                stage.check_added(group["params"], names_of(groups, first_group=place))
-            agreement.agree()
             self._check_groups()
-            self._shard(groups, first_group=place)
-        super().add_param_group(with_names(group))
-        (chunks,) = self._chunks_of(groups)
+            super().add_param_group({**param_group})
+            added = self.param_groups[-1]
+            try:
+                self._check_options([added])
+                self._shard([added], agreement)
+            except BaseException:
+                self.param_groups.pop()
+                raise
+        (chunks,) = self._chunks_of([added])
         self.optim.add_param_group(chunks)
-        copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+        copy_options(self.optim.param_groups[-1:], [added])
         self._layout = _layout_of(self.param_groups)
         if self.optim.state:
             self._consolidated.clear()
 
-    def _shard(self, groups: list[dict[str, Any]], *, first_group: int) -> None:
-        """Make the shards of new groups, the first at the place ``first_group``.
+    def _shard(self, groups: Sequence[Mapping[str, Any]], agreement: Agreement) -> None:
+        """Make the shards of ``groups``, the last ones.
 
         Communication: one gather of a few bytes per parameter.
 
@@ -305,30 +307,40 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ConfigurationError: a parameter is there twice, or the ranks have different ones, or there are two devices.
             UnsupportedError: a parameter cannot be cut.
         """
-        names = names_of(groups, first_group=first_group)
-        parameters = [(place, p) for place, group in enumerate(groups, first_group) for p in group["params"]]
-        there = {key: shard.name for key, shard in self.shards.items()}
-        for name, (_, parameter) in zip(names, parameters, strict=True):
-            if id(parameter) in there:
-                raise ConfigurationError(f"{name} is the same as {there[id(parameter)]}; pass each parameter once")
-            there[id(parameter)] = name
-        devices = {str(each.device) for each in (*self.trained, *(p for _, p in parameters))}
-        if len(devices) > 1:
-            raise ConfigurationError(
-                f"the parameters are on several devices, {sorted(devices)}; ZeRO needs all on one device"
-            )
-        check_same_on_all_ranks(
-            groups, names, self.process_group, f"partition={self.partition!r}, master_dtype={self._master_dtype}"
-        )
+        added: dict[Tensor, tuple[int, str]] = {}
+        for place, group in enumerate(groups, len(self.param_groups) - len(groups)):
+            for position, p in enumerate(group["params"]):
+                names = group.get("param_names")
+                name = names[position] if names else f"parameter {position} of group {place}"
+                if p in added:
+                    raise ConfigurationError(f"{name} is the same as {added[p][1]}; pass each parameter once")
+                added[p] = place, name
+        devices = {str(p.device) for p in (*self.trained, *added)}
+        if len(devices) != 1:
+            raise ConfigurationError(f"ZeRO needs parameters, all on one device, and these are on {sorted(devices)}")
+        for stage in self.updates:
+            stage.check_added({p: name for p, (_, name) in added.items()})
+        agreement.agree()
+        mine = [f"partition={self.partition!r}, master_dtype={self._master_dtype}"]
+        for p, (place, name) in added.items():
+            frozen = "" if p.requires_grad else ", frozen"
+            mine.append(f"{name} (group {place}) is {tuple(p.shape)} {p.dtype} of strides {p.stride()}{frozen}")
+        everyone = of_all_ranks(mine, self.process_group)
+        for rank, theirs in enumerate(everyone):
+            for other, first in zip_longest(theirs, everyone[0], fillvalue="no further parameter"):
+                if other != first:
+                    raise ConfigurationError(
+                        f"ranks have different parameters or options: {other} on rank {rank}, {first} on rank 0"
+                    )
         extents = []
-        for place, p in parameters:
+        for p, (place, _) in added.items():
             pool = p.requires_grad if self._division.is_whole else (place, p.dtype, p.requires_grad)
             extents.append(Extent(p.numel(), p.element_size(), pool))
-        for name, (_, parameter), ranges in zip(names, parameters, self._division.assign(extents), strict=True):
+        for (p, (_, name)), ranges in zip(added.items(), self._division.assign(extents), strict=True):
             # Of one element without dimensions, state per element and per parameter look alike.
-            is_whole = self._division.is_whole or parameter.dim() == 0
-            dtype = self._stepped_dtype(parameter)
-            self.shards[id(parameter)] = Shard(parameter, ranges, self.rank, name=name, is_whole=is_whole, dtype=dtype)
+            is_whole = self._division.is_whole or p.dim() == 0
+            dtype = self._stepped_dtype(p)
+            self.shards[id(p)] = Shard(p, ranges, self.rank, name=name, is_whole=is_whole, dtype=dtype)
         self.version = object()
 
     def _chunks_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -379,38 +391,31 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             UnsupportedError: by element, new state belongs neither to elements nor to the parameter.
         """
-        if verdict.found_inf is None:
-            self._step_part(pairs, arguments)
-        else:
-            with verdict.passed_to(self.optim):
-                self._step_part(pairs, arguments)
-        masters: list[Shard] = []
-        for shard, _ in pairs:
-            if shard.has_master:
-                masters.append(shard)
-        if masters:
-            publish(masters)
-
-    def _step_part(self, pairs: Sequence[tuple[Shard, Tensor]], arguments: Mapping[str, Any]) -> None:
         self._consolidated.clear()
         chunks: list[Tensor] = []
         gradients: list[Tensor] = []
+        masters: list[Shard] = []
         widens = False
         for shard, gradient in pairs:
             if (own := shard.own) is not None:
                 chunks.append(own)
                 gradients.append(shard.shaped(gradient) if shard.is_whole else gradient)
                 widens = widens or gradient.dtype != own.dtype
+                if shard.has_master:
+                    masters.append(shard)
         if widens:
             narrow, gradients = gradients, list(map(torch.empty_like, chunks))
             copy_all(gradients, narrow)
-        self._stepper.step(chunks, gradients, **arguments)
+        with nullcontext() if verdict.found_inf is None else verdict.passed_to(self.optim):
+            self._stepper.step(chunks, gradients, **arguments)
         state, sizes = self.optim.state, self._checked_state
         for shard, _ in pairs if self.partition == "element" else ():
             own = shard.own
             if own is not None and not shard.is_whole and len(state.get(own, ())) != sizes.get(id(shard)):
                 check_divisible(self.optim, shard, state.get(own, {}), own.shape)
                 sizes[id(shard)] = len(state.get(own, ()))
+        if masters:
+            publish(masters)
 
     def finish(self, **arguments: Any) -> None:
         """End a step: the groups, as its parts have left them, are then the same on all ranks."""
@@ -749,7 +754,7 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     twin = type(optimizer).__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     for group in groups:
-        twin.add_param_group(with_names(dict(group)))
+        twin.add_param_group({**group})
     return twin
 
 

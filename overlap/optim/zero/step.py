@@ -9,7 +9,7 @@ of a non-finite gradient elsewhere marks one element of a part that it does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +29,9 @@ from overlap.hooks.stage import UpdateStage
 from overlap.join.participation import active_join
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout, Update
-from overlap.optim.zero.exchange import Gather
+from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduced
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.prefetch import ParameterPrefetch
-from overlap.optim.zero.shards import BucketShards, in_elements, reduced
 
 __all__ = ["ReduceScatter", "ZeroStep", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -310,7 +309,7 @@ class ZeroStep(Update[ShardedLayout]):
 
     def after_backward(self, *, failed: bool) -> str | None:
         if self.releases_gradients or failed:
-            self.exchange.workspace.trim()  # For the forward, as the buckets.
+            self.exchange.trim()  # For the forward, as the buckets.
         return super().after_backward(failed=failed)
 
     def conclude(self) -> None:
@@ -327,8 +326,9 @@ class ZeroStep(Update[ShardedLayout]):
         if found_inf is None or not (has_streams(found_inf.device) or found_inf.item()):
             return
         for shard in self.zero.shards.values():
-            grad, other = shard.parameter.grad, shard.foreign_element
-            if grad is not None and other is not None and grad.stride() == shard.parameter.stride():
+            grad, (start, end) = shard.parameter.grad, shard.range
+            other = 0 if start > 0 else end
+            if grad is not None and other < grad.numel() and grad.stride() == shard.parameter.stride():
                 element = grad.as_strided((1,), (1,), int(grad.storage_offset()) + other)
                 element.copy_(torch.where(found_inf > 0, float("inf"), element))
                 return
@@ -392,12 +392,12 @@ class ZeroStep(Update[ShardedLayout]):
         if any(other is not self for other in zero.updates):
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         _check_same_group(context.group, zero.process_group)
-        shards = zero.shards.values()
+        names = {shard.parameter: shard.name for shard in zero.shards.values()}
         if context.names is not None:
-            check_covered([shard.parameter for shard in shards], [shard.name for shard in shards], context.names)
+            check_covered(names, context.names)
         super().attach(context)
         if context.names is None:
-            self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
+            self.lifecycle.names = names
         if self._gathers_in_forward:
             try:
                 self._prefetch.attach(context)
@@ -406,10 +406,10 @@ class ZeroStep(Update[ShardedLayout]):
                 raise
         zero.updates.append(self)
 
-    def check_added(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    def check_added(self, names: Mapping[Tensor, str]) -> None:
         """Raises: ConfigurationError: the model does not train parameters that are added to the optimizer."""
         if self.context is not None and self.context.names is not None:
-            check_covered(parameters, names, self.context.names)
+            check_covered(names, self.context.names)
 
     def detach(self) -> None:
         super().detach()
@@ -428,12 +428,12 @@ class ZeroStep(Update[ShardedLayout]):
         return f"ZeroStep({', '.join(part for part in parts if part)})"
 
 
-def check_covered(parameters: Sequence[Tensor], names: Sequence[str], model: Collection[Tensor]) -> None:
-    """Raises: ConfigurationError: ``model`` does not train one of ``parameters``, which have these ``names``."""
-    outside = [name for name, p in zip(names, parameters, strict=True) if p.requires_grad and p not in model]
+def check_covered(names: Mapping[Tensor, str], model: Collection[Tensor]) -> None:
+    """Raises: ConfigurationError: ``model`` does not train one of the parameters with these ``names``."""
+    outside = [name for p, name in names.items() if p.requires_grad and p not in model]
     if outside:
         raise ConfigurationError(
-            f"{len(outside)} of {len(parameters)} parameters of the ZeroRedundancyOptimizer are not trained by this "
+            f"{len(outside)} of {len(names)} parameters of the ZeroRedundancyOptimizer are not trained by this "
             f"model, the first is {outside[0]}: build it from this model's ddp.parameters()"
         )
 
@@ -495,8 +495,7 @@ def _hook(hook: Any, ddp: Any, zero: ZeroRedundancyOptimizer, *, deferred: bool,
         raise ConfigurationError(
             f"{name} updates in backward: make the ZeroRedundancyOptimizer with overlap_with_ddp=True"
         )
-    shards = zero.shards.values()
-    check_covered([shard.parameter for shard in shards], [shard.name for shard in shards], set(ddp.parameters()))
+    check_covered({shard.parameter: shard.name for shard in zero.shards.values()}, set(ddp.parameters()))
 
     def build(hook_state: Any) -> Chain:
         return chain(as_stage(hook, hook_state), update)

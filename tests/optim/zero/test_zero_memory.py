@@ -15,12 +15,7 @@ from torch.utils._pytree import tree_leaves
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.optim.zero import exchange
-from overlap.optim.zero import shards as cutting
-from overlap.optim.zero.exchange import Workspace
-
-
-def _held_bytes(workspace: Workspace) -> int:
-    return sum(kept.nbytes for kept in workspace._free)
+from overlap.optim.zero.exchange import Exchange
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -83,8 +78,8 @@ def _count(zero: ZeroRedundancyOptimizer) -> Allocations:
         with allocations:
             update(pairs, veto)
 
-    object.__setattr__(zero.exchange, "reduce", counted_reduce)
-    object.__setattr__(zero.exchange, "gather", counted_gather)
+    zero.exchange.reduce = counted_reduce  # type: ignore[method-assign]
+    zero.exchange.gather = counted_gather  # type: ignore[method-assign]
     zero.update = counted_update  # type: ignore[method-assign]
     return allocations
 
@@ -103,8 +98,8 @@ class Memory:
 
 
 def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory:
-    cutting._LARGE_NUMEL = 1000
-    cutting._AT_ONCE_BYTES = 30_000
+    exchange._LARGE_NUMEL = 1000
+    exchange._AT_ONCE_BYTES = 30_000
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64) for _ in range(20)]
     model = nn.Sequential(*(layer for linear in layers for layer in (linear, nn.Tanh())))
@@ -116,8 +111,8 @@ def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory
         if step == 2:
             # The buckets are final; what the first one needed, of the whole model, is not kept.
             zero.wait()
-            workspace_bytes = _held_bytes(zero.exchange.workspace)
-            zero.exchange.workspace.trim()
+            workspace_bytes = sum(kept.nbytes for kept in zero.exchange._free)
+            zero.exchange.trim()
             allocations = _count(zero)
         if form is None:
             zero.zero_grad()
@@ -165,19 +160,19 @@ def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, li
     trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
     # The model's other parameters are averaged.
     zero = ZeroRedundancyOptimizer([*trained[:4], *trained[6:]], torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    object.__setattr__(zero.exchange, "sends_directly", False)  # As where a group has collectives of its own.
+    zero.exchange.sends_directly = False  # As where a group has collectives of its own.
     chain(ZeroStep(zero)).register(ddp)
     taken: list[int] = []
-    take = Workspace.take
+    take = Exchange._take
 
-    def watched(self: Workspace, numel: int, like: torch.Tensor) -> torch.Tensor:
+    def watched(self: Exchange, numel: int, like: torch.Tensor) -> torch.Tensor:
         taken.append(numel * like.element_size())
         return take(self, numel, like)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workspace, "take", watched)
-        patch.setattr(cutting, "_AT_ONCE_BYTES", at_once_bytes)
-        patch.setattr(exchange.Exchange, "gather", _not_gathered)  # So that only the reduction needs workspace.
+        patch.setattr(Exchange, "_take", watched)
+        patch.setattr(exchange, "_AT_ONCE_BYTES", at_once_bytes)
+        patch.setattr(Exchange, "gather", _not_gathered)  # So that only the reduction needs workspace.
         ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
         zero.step()
     return max(taken), [tensor.detach().clone() for tensor in trained]
@@ -197,8 +192,8 @@ def test_a_bucket_of_the_whole_model_is_reduced_in_parts() -> None:
 def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torch.Tensor]]:
     """The memory for what other ranks send, and what two passes have made of the parameters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "_ROW_BYTES", row_bytes)
-        patch.setattr(cutting, "_LARGE_NUMEL", 100)  # Weights travel by themselves, biases packed.
+        patch.setattr(exchange, "_ROW_BYTES", row_bytes)
+        patch.setattr(exchange, "_LARGE_NUMEL", 100)  # Weights travel by themselves, biases packed.
         torch.manual_seed(0)
         ddp = wrap(nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))))
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)

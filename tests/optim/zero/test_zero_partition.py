@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap.optim.zero.partition import Extent, Partition
-from overlap.optim.zero.shards import BucketShards, Shard
+from overlap.optim.zero.exchange import BucketShards
+from overlap.optim.zero.shards import Extent, Partition, Shard
 
 NUMELS = st.integers(0, 3000)
 SIZES = st.lists(NUMELS, min_size=1, max_size=40)

@@ -20,8 +20,8 @@ from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.errors import UnsupportedError
-from overlap.optim.zero import shards
-from overlap.optim.zero.shards import parts_by_need
+from overlap.optim.zero import exchange
+from overlap.optim.zero.exchange import parts_by_need
 
 WIDTH = 16
 
@@ -48,7 +48,7 @@ class _Loop:
             time.sleep(0.004)
             await gather(shards, group)
 
-        object.__setattr__(zero.exchange, "gather", slow_gather)
+        zero.exchange.gather = slow_gather  # type: ignore[method-assign]
 
     @property
     def module(self) -> Any:
@@ -160,7 +160,7 @@ def _early(rank: int, world_size: int) -> None:
         time.sleep(0.02)
         ended += 1
 
-    object.__setattr__(zero.exchange, "gather", slow_gather)
+    zero.exchange.gather = slow_gather  # type: ignore[method-assign]
     in_forward: list[int] = []
     ddp.module[1].register_forward_hook(lambda *_: in_forward.append(ended))  # The first layer is through.
     after_forward: list[int] = []
@@ -208,12 +208,12 @@ def _a_gather_fails(rank: int, world_size: int) -> None:
     for step in range(5):
         if step == 2:
             zero.wait()
-            object.__setattr__(zero.exchange, "gather", bad)
+            zero.exchange.gather = bad  # type: ignore[method-assign]
         mean_squared_error(ddp, MLP.batch(step, rank)).backward()
         if step == 2:
             with pytest.raises(ValueError, match="lost"):
                 zero.wait()
-            object.__setattr__(zero.exchange, "gather", good)
+            zero.exchange.gather = good  # type: ignore[method-assign]
         zero.step()
 
 
@@ -224,7 +224,7 @@ def test_wait_raises_the_error_of_a_gather_that_fails_and_training_goes_on() -> 
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 LAYERS = 4
 # A part for each layer, though all are in one bucket.
-shards._LEAST_BYTES = LAYER_BYTES
+exchange._LEAST_BYTES = LAYER_BYTES
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 60))

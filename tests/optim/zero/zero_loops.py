@@ -12,12 +12,12 @@ import torch
 from harness import Record, assert_parity, overlapped_step, plain_step, train, wrap
 from harness.models import Case
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import shards
+from overlap.optim.zero import exchange
 
 # The weights of these models then travel by themselves, their biases packed, and the parts of a gather are smaller than
 # a bucket.
-shards._LARGE_NUMEL = 50
-shards._LEAST_BYTES = 64
+exchange._LARGE_NUMEL = 50
+exchange._LEAST_BYTES = 64
 
 STEPS = 6
 ADAMW_OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
