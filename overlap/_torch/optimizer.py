@@ -83,8 +83,8 @@ def patch_step(optimizer: Optimizer) -> None:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Let LR schedulers see that the optimizer was stepped; otherwise they warn."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    """Let LR schedulers of ``optimizer``, or of the one that it wraps, see that it was stepped; otherwise they warn."""
+    getattr(optimizer, "optimizer", optimizer)._opt_called = True
 
 
 # Step hooks.

@@ -2,17 +2,15 @@
 
 [Note: the loop's step]
 
-:meth:`LoopOptimizer.step` makes the updates that stages have left, and ends those that they made in backward: *check*
-that the phases of all models allow it, find the *pending* gradients (those that were not applied yet), *unscale* them,
-*apply* them unless a scaler or a stage has found one that is not finite, and *publish* the new parameters.
-ZeRO without a stage is the same step, of gradients that the loop has averaged.
+:meth:`LoopOptimizer.step` makes the updates that stages have left, and ends those that they made in backward. ZeRO
+without a stage is the same step, of gradients that the loop has averaged.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import refuse_capture
 from overlap._torch.optimizer import mark_stepped, patch_step, step_hooks, unwrapped
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
@@ -58,35 +56,21 @@ class LoopOptimizer(Optimizer, Joinable):
 
     @property
     @abstractmethod
-    def scheduled(self) -> Optimizer:
-        """The one that LR schedulers ask whether it was stepped."""
-
-    @property
-    @abstractmethod
     def version(self) -> object:
         """Another object whenever the optimizer has other parameters."""
 
-    # The parts of step().
-
-    def _check_call(self, scaler: Verdict, arguments: Mapping[str, Any]) -> None:
-        """May refuse the call before anything else."""
+    @abstractmethod
+    def _check_call(self, arguments: Mapping[str, Any]) -> None:
+        """Called first by ``step(**arguments)``; may refuse it."""
 
     @abstractmethod
-    def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """The parameters to update, and the gradient of each, or this rank's part of it."""
-
-    @abstractmethod
-    def _apply(
-        self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
-    ) -> None:
-        """Make one whole step with the result of :meth:`_gradients`."""
-
-    def _publish(self, parameters: Sequence[Tensor]) -> None:
-        """Bring the new parameters to all ranks."""
+    def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
+        """Make one whole step of the parameters whose gradients are ``pending``, if there is one to make, unless the
+        ``scaler`` has found one that is not finite; ``verdict`` is the stages'."""
 
     @abstractmethod
     def _finish_backward(self, pending: list[Tensor]) -> None:
-        """End a step that was made in backward."""
+        """End a step that was made in backward, but for ``pending`` parameters."""
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Update every parameter that has a gradient and was not updated in backward.
@@ -102,47 +86,47 @@ class LoopOptimizer(Optimizer, Joinable):
         """
         refuse_capture(f"{type(self).__name__}.step()", "call it outside of the capture")
         loss = None if closure is None else evaluated(closure)
-        refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in self.updates))
-        Join.notify_join_context(self)
-        with refusals_told(update.lifecycle for update in self.updates):
-            self._finish_step(arguments)
-        return loss
-
-    def _finish_step(self, arguments: dict[str, Any]) -> None:
         updates, scaler = self.updates, Verdict.given_to(self)
-        self._check_call(scaler, arguments)
-        if scaler.found_inf is not None:
-            self._check_scaled()
-        for update in updates:
-            update.lifecycle.check_step()
-        pending = self._pending()
-        for update in updates if pending else ():
-            update.lifecycle.check_reduced(pending, allows_zeros=not update.is_sharded)
-        phases = [update.lifecycle.phase for update in updates]
-        is_over = phases.count(Phase.STEPPED) == len(phases)
-        for update in updates:
-            update.lifecycle.check_once(is_all=is_over and (update.is_sharded or not pending))
-        verdicts = [update.lifecycle.verdict for update in updates]
-        verdict = verdicts[0] if len(verdicts) == 1 else Verdict.of_any(verdicts)
-        is_made = verdict.found_inf is None or not verdict.skips(self.stepped)
-        try:
-            if is_made and Phase.APPLIED in phases:
-                self._finish_backward(pending)
-            elif is_made and self._is_due(phases, pending):
-                self._update(pending, scaler, verdict, arguments)
-        except BaseException:
+        refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in updates))
+        Join.notify_join_context(self)
+        lifecycles = [update.lifecycle for update in updates]
+        with refusals_told(lifecycles):
+            self._check_call(arguments)
+            for update in updates if scaler.found_inf is not None else ():
+                if update.lifecycle.outcome is not Phase.REDUCED:
+                    raise TrainingLoopError(SCALED_IN_BACKWARD.format(deferred=update.form.deferred_code))
+                if update.lifecycle.is_joining():
+                    raise TrainingLoopError(SCALED_UNDER_JOIN)
+                check_unscaled(update.before)
+            for lifecycle in lifecycles:
+                lifecycle.check_step()
+            pending = self._pending()
+            for update in updates if pending else ():
+                update.lifecycle.check_reduced(pending, allows_zeros=not update.is_sharded)
+            phases = [lifecycle.phase for lifecycle in lifecycles]
+            is_over = phases.count(Phase.STEPPED) == len(phases)
             for update in updates:
-                update.lifecycle.on_update_failure()
-            raise
-        mark_stepped(self.scheduled)
-        for update in updates:
-            update.lifecycle.on_step(pending)
-        if is_made and pending:
-            self._note_stepped(pending)
-
-    def _is_due(self, phases: Sequence[Phase], pending: list[Tensor]) -> bool:
-        """Whether there is something to apply, of models in these phases."""
-        return bool(pending) or phases.count(Phase.STEPPED) < max(1, len(phases))
+                update.lifecycle.check_once(is_all=is_over and (update.is_sharded or not pending))
+            verdicts = [lifecycle.verdict for lifecycle in lifecycles]
+            verdict = verdicts[0] if len(verdicts) == 1 else Verdict.of_any(verdicts)
+            is_made = verdict.found_inf is None or not verdict.skips(self.stepped)
+            try:
+                if is_made and Phase.APPLIED in phases:
+                    self._finish_backward(pending)
+                elif is_made:
+                    self._update(pending, scaler, verdict, arguments)
+            except BaseException:
+                for lifecycle in lifecycles:
+                    lifecycle.on_update_failure()
+                raise
+            mark_stepped(self)
+            for lifecycle in lifecycles:
+                lifecycle.on_step(pending)
+            if is_made and all(lifecycle.names for lifecycle in lifecycles):
+                for parameter in pending if updates and not updates[0].is_sharded else ():
+                    if not any(parameter in lifecycle.names for lifecycle in lifecycles):
+                        parameter.grad = None  # No forward of a model clears it.
+        return loss
 
     def _pending(self) -> list[Tensor]:
         """The parameters with a gradient that was not applied yet, in the groups' order."""
@@ -150,32 +134,6 @@ class LoopOptimizer(Optimizer, Joinable):
         for update in self.updates:
             ids.update(update.lifecycle.gradients.applied)
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in ids]
-
-    def _note_stepped(self, pending: list[Tensor]) -> None:
-        """Called after the ``pending`` gradients were applied."""
-
-    def _check_scaled(self) -> None:
-        lifecycles = [update.lifecycle for update in self.updates]
-        if any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
-            raise TrainingLoopError(SCALED_IN_BACKWARD.format(deferred=lifecycles[0].form.deferred_code))
-        if any(lifecycle.is_joining() for lifecycle in lifecycles):
-            raise TrainingLoopError(SCALED_UNDER_JOIN)
-        for update in self.updates:
-            check_unscaled(update.before)
-
-    def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
-        if scaler.skips(self.stepped):
-            return
-        with self._opened():
-            parameters, gradients = self._gradients(pending)
-            with torch.no_grad():
-                scaler.unscale_(gradients)
-            self._apply(parameters, gradients, Verdict.of_any([verdict, scaler]), arguments)
-        self._publish(parameters)
-
-    def _opened(self) -> AbstractContextManager[None]:
-        """Within it ``.grad`` are ordinary tensors, also where this rank has only a part of the mean."""
-        return nullcontext()
 
     # The rest of an optimizer.
 
@@ -316,7 +274,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         self.stepper = SubsetStepper(self.optimizer)
         """Steps parts of the parameters."""
 
-    def _check_call(self, scaler: Verdict, arguments: Mapping[str, Any]) -> None:
+    def _check_call(self, arguments: Mapping[str, Any]) -> None:
         for update in self.updates:
             if update.lifecycle.phase is Phase.APPLIED:
                 check_nothing_before(self.optimizer)
@@ -335,19 +293,23 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
             )
 
     def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
+        if self.updates and not pending and all(one.lifecycle.phase is Phase.STEPPED for one in self.updates):
+            return
+        gradients = [parameter.grad for parameter in pending if parameter.grad is not None]
         if scaler.is_supported_by(self.optimizer):
-            # A scaler's verdict is of the same gradients as a stage's.
-            self._apply(*self._gradients(pending), scaler, arguments)
+            verdict = scaler  # It is of the same gradients.
+        elif scaler.skips(self.optimizer):
+            return
         else:
-            super()._update(pending, scaler, verdict, arguments)
-
-    def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
-        return pending, [parameter.grad for parameter in pending if parameter.grad is not None]
+            with torch.no_grad():
+                scaler.unscale_(gradients)
+            verdict = Verdict.of_any([verdict, scaler])
+        self._apply(pending, gradients, verdict, arguments)
 
     def _apply(
         self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
     ) -> None:
-        # One whole step, which any optimizer can do; what has been applied is hidden from it.
+        """Make one whole step, which any optimizer can do; what has been applied is hidden from it."""
         wanted = dict(zip(map(id, parameters), gradients, strict=True))
         others = [
             parameter
@@ -364,14 +326,6 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
             self.stepper.refresh()
             self.stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]
         self.end_step()
-
-    def _note_stepped(self, pending: list[Tensor]) -> None:
-        lifecycles = [update.lifecycle for update in self.updates]
-        if not all(lifecycle.names for lifecycle in lifecycles):
-            return
-        for parameter in pending if lifecycles else ():
-            if not any(id(parameter) in one.gradients.applied or parameter in one.names for one in lifecycles):
-                parameter.grad = None  # No forward of a model clears it.
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As the wrapped optimizer's. Raises: TrainingLoopError: the update was made in backward, and :meth:`step` is
@@ -417,44 +371,8 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         return self.optimizer
 
     @property
-    def scheduled(self) -> Optimizer:
-        return self.optimizer
-
-    @property
     def version(self) -> object:
         return self.stepper.layout
-
-    def check_same_way(self, update: Update[Any]) -> None:
-        """Raises: ConfigurationError: another stage updates with this optimizer in another way."""
-        for other in self.updates:
-            if other.form.is_deferred != update.form.is_deferred:
-                raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
-            if (other.may_skip or update.may_skip) and update.form.outcome is not Phase.REDUCED:
-                raise UnsupportedError(
-                    f"one optimizer serves two models, and where gradients of one are not finite {update!r} may have "
-                    "updated the other already: use Step(optimizer, deferred=True) for both"
-                )
-
-    def outside_of_models(self) -> list[Tensor]:
-        """Parameters that have a gradient, and that no registered model has."""
-        lifecycles = [update.lifecycle for update in self.updates]
-        return [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-            and not any(parameter in one.names or id(parameter) in one.gradients.reduced for one in lifecycles)
-        ]
-
-    def begin_backward(self, update: Update[Any]) -> None:
-        """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
-        if not update.form.is_deferred:
-            check_nothing_before(self.optimizer)
-        for other in self.updates:
-            if other is not update and other.lifecycle.phase in (Phase.BACKWARD, Phase.APPLIED):
-                self.stepper.refresh()
-                return
-        self.stepper.begin()
 
     def end_step(self, update: Update[Any] | None = None) -> None:
         """End a step that was made in backward, by ``update`` in its own: write back the values that parts have left,

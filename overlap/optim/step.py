@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from overlap._torch import classes
 from overlap._torch.optimizer import pre_hooks, runs_step_hooks, unwrapped
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.gradients import and_others
@@ -150,13 +150,22 @@ class Step(Update[StepLayout]):
         raise_versions(list(held), self.optimizer.param_groups)
 
     def begin(self) -> None:
-        self.optimizer.begin_backward(self)
+        optimizer = self.optimizer
+        if not self.form.is_deferred:
+            check_nothing_before(optimizer.optimizer)
+        for other in optimizer.updates:
+            if other is not self and other.lifecycle.phase in (Phase.BACKWARD, Phase.APPLIED):
+                optimizer.stepper.refresh()  # The backward of another model is a part of the same step.
+                return
+        optimizer.stepper.begin()
 
     def conclude(self) -> None:
         """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
         if not self.form.is_automatic or self.lifecycle.is_replay:
             return
-        if left := self.optimizer.outside_of_models():
+        names, reduced = self.lifecycle.names, self.lifecycle.gradients.reduced
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if left := [p for p in every if p.grad is not None and p not in names and id(p) not in reduced]:
             raise TrainingLoopError(
                 f"{len(left)} parameters of the {self.optimizer_name} have gradients but are in no bucket of the "
                 "model, so backward never updates them; give OverlappedOptimizer(optimizer) to Step and call its step()"
@@ -185,7 +194,14 @@ class Step(Update[StepLayout]):
         optimizer = self.optimizer
         if not self._adopts_parameters and context.names is not None:
             self._check_coverage(context.names)
-        optimizer.check_same_way(self)
+        for other in optimizer.updates:
+            if other.form.is_deferred != self.form.is_deferred:
+                raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {self!r}")
+            if (other.may_skip or self.may_skip) and self.form.outcome is not Phase.REDUCED:
+                raise UnsupportedError(
+                    f"one optimizer serves two models, and where gradients of one are not finite {self!r} may have "
+                    "updated the other already: use Step(optimizer, deferred=True) for both"
+                )
         _check_one_model(self.stepped, context)
         if self.form.outcome is not Phase.REDUCED:
             # An update in backward need not equal one whole step. See [Note: known or declared].

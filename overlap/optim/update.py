@@ -288,7 +288,7 @@ class Update(UpdateStage, Generic[L]):
             lifecycle.gradients.released = {id(p) for p in self.release.released if self.owns_gradient_of(p)}
         lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:
-            mark_stepped(self.optimizer.scheduled)
+            mark_stepped(self.optimizer)
         return None
 
     # What the other stages and the loop ask.

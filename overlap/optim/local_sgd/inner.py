@@ -137,7 +137,7 @@ class AveragingOptimizer(OptimizerProxy):
     def _step(self) -> None:
         # The step hooks of the wrapped optimizer are this one's, and run around the whole.
         step_without_hooks(self.optimizer)
-        mark_stepped(self.optimizer)
+        mark_stepped(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigurationError(f"{type(self).__name__} belongs to its process group; save its state_dict() instead")

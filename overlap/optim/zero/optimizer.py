@@ -6,7 +6,7 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Self
@@ -439,7 +439,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             self.wait()  # They may read parameters.
         return loss
 
-    def _check_call(self, scaler: Verdict, arguments: Mapping[str, Any]) -> None:
+    def _check_call(self, arguments: Mapping[str, Any]) -> None:
         stage = self._stage
         if arguments and (self.is_joining or (stage is not None and stage.form.outcome is not Phase.REDUCED)):
             given = ", ".join(f"{key}=..." for key in arguments)
@@ -455,39 +455,39 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 "call chain(ZeroStep(zero)).register(ddp), or leave out overlap_with_ddp"
             )
 
-    def _is_due(self, phases: Sequence[Phase], pending: list[Tensor]) -> bool:
-        return not phases or Phase.REDUCED in phases
-
-    def _opened(self) -> AbstractContextManager[None]:
-        return self._stage.lifecycle.gradients.opened() if self._stage else nullcontext()
-
-    def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
+    def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
         stage = self._stage
-        self.begin()  # Parameters may have been moved since backward.
-        if stage is None and self.is_joining and active_join(self.process_group) is None:
-            return _lent_gradients(self)
-        if stage is not None and stage.lifecycle.is_replay:
-            held, stage.held = stage.held, {}  # DDP sets no .grad on a rank that replays.
-            return list(held), list(held.values())
-        if stage is not None:
-            pending = [parameter for parameter in pending if id(parameter) in stage.lifecycle.gradients.reduced]
-        return pending, [self.shards[id(parameter)].gradient() for parameter in pending]
+        if (stage is not None and stage.lifecycle.phase is not Phase.REDUCED) or scaler.skips(self.optim):
+            return
+        with nullcontext() if stage is None else stage.lifecycle.gradients.opened():
+            self.begin()  # Parameters may have been moved since backward.
+            if stage is None and self.is_joining and active_join(self.process_group) is None:
+                pending, gradients = _lent_gradients(self)
+            elif stage is not None and stage.lifecycle.is_replay:
+                held, stage.held = stage.held, {}  # DDP sets no .grad on a rank that replays.
+                pending, gradients = list(held), list(held.values())
+            else:
+                if stage is not None:
+                    pending = [p for p in pending if id(p) in stage.lifecycle.gradients.reduced]
+                gradients = [self.shards[id(parameter)].gradient() for parameter in pending]
+            with torch.no_grad():
+                scaler.unscale_(gradients)
+            self._apply(pending, gradients, Verdict.of_any([verdict, scaler]), arguments)
+        if stage is None:
+            self._gather(pending)
+            return
+        # See [Note: versions of sharded parameters].
+        torch.autograd.graph.increment_version(list(stage.lifecycle.gradients.reduced.values()))
+        stage.gather()
 
     @torch.no_grad()
     def _apply(
         self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
     ) -> None:
+        """Make one whole step of this rank's parts of ``parameters``."""
         pairs = [(self.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
         self.update(pairs, verdict, **arguments)
         self.finish(**arguments)
-
-    def _publish(self, parameters: Sequence[Tensor]) -> None:
-        # See [Note: versions of sharded parameters].
-        if self._stage is not None:
-            torch.autograd.graph.increment_version(list(self._stage.lifecycle.gradients.reduced.values()))
-            self._stage.gather()
-        else:
-            self._gather(parameters)
 
     def _gather(self, parameters: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version([shard.parameter for shard in self.shards.values()])
@@ -609,10 +609,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     @property
     def stepped(self) -> Optimizer:
         return self.optim
-
-    @property
-    def scheduled(self) -> Optimizer:
-        return self
 
     @property
     def trained(self) -> list[Tensor]:
