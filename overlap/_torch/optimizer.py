@@ -84,7 +84,7 @@ def patch_step(optimizer: Optimizer) -> None:
 
 def mark_stepped(optimizer: Optimizer) -> None:
     """Let LR schedulers of ``optimizer``, or of the one that it wraps, see that it was stepped; otherwise they warn."""
-    getattr(optimizer, "optimizer", optimizer)._opt_called = True
+    getattr(optimizer, "optimizer", optimizer)._opt_called = True  # type: ignore[union-attr]
 
 
 # Step hooks.

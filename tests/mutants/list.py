@@ -253,6 +253,12 @@ MUTANTS: dict[str, Mutant] = {
         "if self.step - 1 == self.round_end:",
         _AVERAGES,
     ),
+    "fragments are not averaged in turn": Mutant(
+        "optim/local_sgd/averager.py",
+        "fragment = self.rounds % len(self.fragments)",
+        "fragment = 0",
+        _AVERAGES,
+    ),
     "the shortest period of a hierarchy counts": Mutant(
         "optim/local_sgd/torch_names.py",
         "groups[due[-1]]",
