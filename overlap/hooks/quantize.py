@@ -25,14 +25,12 @@ class Quantize(Stage):
     """The mean of the gradients over ranks, sent in fewer bytes; in integers of 4 bits, 0.127 of an fp32 all-reduce.
 
     A rank sends each other rank that rank's part, encoded, sums in fp32 the messages for its own part, and the encoded
-    sums are gathered; they are rounded once to the gradients' dtype. The traffic does not grow with the number of
-    ranks, and the result is the same on all ranks bit for bit. The error of a gradient is at most the wire's on each
-    other rank plus the wire's for the sum; with one rank nothing is rounded. If a gradient is not finite, neither are
-    some of the results, so that ``GradScaler`` sees it.
+    sums are gathered; they are rounded once to the gradients' dtype. The result is the same on all ranks bit for bit.
+    The error of a gradient is at most the wire's on each other rank plus the wire's for the sum; with one rank nothing
+    is rounded. If a gradient is not finite, neither are some of the results, so that ``GradScaler`` sees it.
 
-    A job on several machines, by host name, with as many ranks on each, does this between machines: gradients are first
-    summed in fp32 within a machine, each rank its part of them, and gathered there at the end. So a machine sends as
-    much as one rank would. Not where the model's process group lacks ranks of the job.
+    A job on several machines, by host name, with as many ranks on each, does this between machines, with gradients
+    that are summed in fp32 within each. Not where the model's process group lacks ranks of the job.
 
     Args:
         wire: the format, :class:`Int8` by default.
@@ -123,11 +121,11 @@ class Quantize(Stage):
         return self._memory.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering.
+        """Load what :meth:`state_dict` returned on this rank, before or after registering; for another number of ranks,
+        see :meth:`redistribute`.
 
         Raises:
-            ConfigurationError: ``state_dict`` does not fit this stage, model or rank; also raised when registering. For
-                another number of ranks, see :meth:`redistribute`.
+            ConfigurationError: ``state_dict`` does not fit this stage, model or rank; also raised when registering.
         """
         self._memory.load_state_dict(state_dict)
         self._exchanges.clear()

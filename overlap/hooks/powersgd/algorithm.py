@@ -72,6 +72,7 @@ __all__ = ["PowerIteration", "ReductionLayout", "cholesky_qr", "householder_qr",
 
 # On a CPU, copying larger matrices together takes longer than one more kernel.
 _CPU_BATCH_NUMEL = 16 * 1024
+_CPU_BLOCK_ROWS = 32
 
 _Finite = Tensor | None
 """Which matrices are finite on all ranks, shape ``(matrices,)`` in the order of batches; ``None``: all are."""
@@ -531,8 +532,13 @@ class Matrices:
         """
         matrices, residuals = self.load(), self._residuals
         if residuals and self._is_alone and is_finite is None:
-            torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=residuals[0][None])
-        elif residuals:
+            # On a CPU. A block of rows stays in its cache between the two products.
+            parts = (matrices[0], residuals[0], own[0][0].t(), mean[0][0].t())
+            for matrix, residual, own_p, mean_p in zip(*(part.split(_CPU_BLOCK_ROWS) for part in parts), strict=True):
+                torch.addmm(matrix, own_p, own[1][0], alpha=-1, out=residual)
+                torch.mm(mean_p, mean[1][0], out=matrix)
+            return
+        if residuals:
             found = matrices.baddbmm_(own[0].mT, own[1], alpha=-1).unbind()
             if is_finite is None:
                 copy_all(residuals, found)

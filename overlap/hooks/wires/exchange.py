@@ -66,10 +66,6 @@ class QuantizedSum:
             out: of shape ``(numel,)``; may be ``values`` itself, and then the rounding errors are not computed.
 
         One rank alone rounds nothing.
-
-        Communication: a send and a receive of ``1/W`` of the values with every other rank (on NCCL one all-to-all), and
-        an all-gather of as much. With ``levels`` these between machines, and within each a reduce-scatter and an
-        all-gather of all values in fp32.
         """
         keeps_errors = out is not values
         given, numel, levels = values.numel(), out.numel(), self._levels

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness import assert_parity, run_ranks
-from overlap import ConfigurationError, Int4
+from overlap import ConfigurationError, Int4, Int8
 from overlap.hooks import Quantize
 from overlap.hooks.wires.formats import ChunkCodec
 
@@ -66,6 +66,17 @@ def _fits(rank: int, world_size: int) -> None:
 
 def test_a_state_of_another_model_or_rank_is_refused_by_name() -> None:
     run_ranks(_fits, 2)
+
+
+def test_what_does_not_fit_a_stage_is_refused() -> None:
+    for call, message in (
+        (lambda: Quantize(Int8), r"give Int8\(\)"),
+        (lambda: Quantize(8), r"the wire is 8: give one such as Int8\(\)"),
+        (lambda: Quantize().load_state_dict({"error": {"weight": torch.ones(2)}}), "make it with error_feedback=True"),
+        (lambda: Quantize().load_state_dict({"momentum": 1}), r"has no state \['momentum'\]"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            call()
 
 
 def _untouched(rank: int, world_size: int) -> None:
