@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from hashlib import sha256
 from importlib.util import find_spec
 from numbers import Integral, Real
@@ -40,13 +41,7 @@ _LONGEST_TOLD = 200
 
 def as_list(value: object) -> list[Any] | None:
     """What ``value`` holds; ``None`` where it cannot be iterated over, or is a tensor, whose rows are not meant."""
-    if isinstance(value, Tensor):
-        return None
-    try:
-        iterator = iter(value)  # type: ignore[call-overload]
-    except TypeError:  # Also of an array of no dimension, which is an Iterable.
-        return None
-    return list(iterator)
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, Tensor) else None
 
 
 def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> DistributedDataParallel:
@@ -126,16 +121,8 @@ def check_whole_number(name: str, value: object, *, least: int) -> int:
 
 
 def as_number(value: object) -> float | None:
-    """``value`` as a ``float``; ``None`` where it is not a number, or one that is too large for that.
-
-    Flags are not numbers, and neither are tensors: their comparisons are tensors again, which may have no truth.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
+    """``value`` as a ``float``; ``None`` where it is not a number, as flags and tensors are not."""
+    return None if isinstance(value, bool) or not isinstance(value, Real) else float(value)
 
 
 def check_number(name: str, value: object, *, above: float | None = None) -> float:
@@ -184,12 +171,9 @@ def refuse_capture(what: str, instead: str, device: torch.device | None = None) 
 
 
 def told(value: object) -> str:
-    """``value`` in a message, as it would be typed; its class where that is long, or fails."""
-    try:
-        typed = repr(value)
-    except Exception:  # Such as of a number of more than 4,300 digits.
-        typed = ""
-    return typed if 0 < len(typed) <= _LONGEST_TOLD else f"an object of {described(value)}"
+    """``value`` in a message, as it would be typed; its class where that is long."""
+    typed = repr(value)
+    return typed if len(typed) <= _LONGEST_TOLD else f"an object of {described(value)}"
 
 
 def described(value: object) -> str:

@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from overlap import __version__
 from overlap.errors import ConfigurationError
@@ -25,13 +25,11 @@ COMMANDS = {
     "doctor": ("overlap.doctor", "says whether this installation works, for you and for a bug report"),
 }
 
-_BAD_OPTIONS = 2
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for options that it cannot work with."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="overlap",
         description="Work that runs in DDP's backward pass.",
         epilog="commands:\n" + "\n".join(f"  {name:8}{description}" for name, (_, description) in COMMANDS.items()),
@@ -46,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr.isatty() and "RANK" not in os.environ:
         print("Importing PyTorch ...", file=sys.stderr, flush=True)
     command: Any = importlib.import_module(module)
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog=f"overlap {options.command}",
         description=description,
         allow_abbrev=False,
@@ -57,14 +55,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(command.run(parser.parse_args(argv[1:]), argv))
     except ConfigurationError as error:
         parser.error(str(error))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers a bad option with one line that says what is allowed."""
-
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
-            names = [name for action in shown for name in action.option_strings if name.startswith("--")]
-            message = f"{message} (allowed: {', '.join(names)})"
-        self.exit(_BAD_OPTIONS, f"{self.prog}: {message}\n")

@@ -1,4 +1,4 @@
-"""The command line: quick help, and one line for what it cannot work with."""
+"""The command line: quick help, and an error for what it cannot work with."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from overlap.cli import COMMANDS, main
         ("demo --optimizer", "expected one argument"),
         ("demo --ranks 0", "from 1 to 64"),
         ("demo --epochs many", "from 1 to 1000"),
-        ("demo --rank 2", "--ranks, --chain"),
+        ("demo --rank 2", "--ranks"),
         ("demo --images 3 --ranks 4", "give --images 128 or more"),
     ],
 )
-def test_a_bad_option_is_one_line_that_says_what_is_allowed(
+def test_a_bad_option_is_refused_with_what_is_allowed(
     argv: str, allowed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -34,7 +34,6 @@ def test_a_bad_option_is_one_line_that_says_what_is_allowed(
     assert ended.value.code == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert len(shown.err.splitlines()) == 1
     assert allowed.replace("'", "") in shown.err.replace("'", "")
 
 
@@ -45,20 +44,17 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
     with pytest.raises(SystemExit) as ended:
         main(["demo", "--output", f"{tmp_path}/file"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"overlap demo: cannot make the folder {tmp_path}/file: File exists\n"
+    assert capsys.readouterr().err.endswith(f"error: cannot make the folder {tmp_path}/file: File exists\n")
 
 
-def test_a_missing_extra_is_one_line_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def find_spec(name: str) -> object:
         return None if name in ("torchvision", "sklearn") else importlib.util.find_spec(name)
 
     monkeypatch.setattr(_checks, "find_spec", find_spec)
     with pytest.raises(SystemExit):
         main(["demo"])
-    shown = capsys.readouterr().err
-    assert shown == "overlap demo: torchvision, sklearn not installed: pip install '.[demo]' in a clone of overlap\n"
+    assert "torchvision, sklearn not installed: pip install '.[demo]' in a clone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])
