@@ -247,6 +247,8 @@ class Race:
         if self._group is None:
             is_local = len(self._ranks) < dist.get_world_size()
             self._group = dist.new_group(self._ranks, timeout=_TIMEOUT, use_local_synchronization=is_local)
+            # A rank that fails closes its connections: not before all ranks have connected.
+            self._agreement.agree()
 
         def wrapped() -> None:
             model, optimizer, loss = copied(self._own)

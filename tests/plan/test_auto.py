@@ -32,8 +32,6 @@ WIDTH, CLASSES, BATCH = 16, 4, 8
 CROSS_ENTROPY = nn.functional.cross_entropy
 ROUNDS = 5
 OPTIONS: dict[str, Any] = {"loss": CROSS_ENTROPY, "quiet": True}
-# A rank that waits for another one fails by the deadline of its world, which is shorter.
-WAITS: dict[str, Any] = {"timeout_s": 60, "group_timeout_s": 300}
 
 
 class _StoppedClock:
@@ -140,44 +138,29 @@ def test_ranks_that_differ_get_the_same_plan_and_train_as_plain_ddp_does(tmp_pat
         assert torch.equal(result[name], value), name
 
 
-def _each_method(rank: int, world_size: int) -> dict[str, Any]:
+def _each_method(rank: int) -> None:
+    """Built by a plan; the exact ones are plain DDP, bit for bit."""
     plain = DistributedDataParallel(_model(), bucket_cap_mb=0.01)
-    found = {"plain": _trained(plain, _adamw(plain), rank)}
+    expected = _trained(plain, _adamw(plain), rank)
     for method in METHODS:
         model = _model()
         ddp, optim = overlap.auto(model, _adamw(model), plan=_plan(method), ddp_options={"bucket_cap_mb": 0.01})
-        found[method] = _trained(ddp, optim, rank)
+        found = _trained(ddp, optim, rank)
         assert Plan.of(ddp).method == method
-    return found
+        is_same = all(torch.equal(found[name], value) for name, value in expected.items())
+        assert is_same == (METHODS[method].kind == "exact"), method
 
 
-def test_a_plan_builds_its_method_and_exact_ones_are_plain_ddp_bit_for_bit() -> None:
-    found, _ = run_ranks(_each_method, 2)
-    for method in METHODS:
-        same = all(torch.equal(found[method][name], value) for name, value in found["plain"].items())
-        assert same == (METHODS[method].kind == "exact"), method
-
-
-def _winners(rank: int, world_size: int) -> list[tuple[str, str]]:
-    found = []
-    for method, options in (
-        ("zero-forward", {"allow": "sharded"}),
-        ("step", {"allow": ("sharded", "8-bit", "low-rank")}),
-        ("bf16-deferred", {"allow": "16-bit", "updates": "step"}),
-    ):
-        model = _model()
-        with _quick(fast=method):
-            ddp, optim = overlap.auto(model, _adamw(model), sample=_sample(rank), **{**OPTIONS, **options})
-        _trained(ddp, optim, rank)
-        found.append((Plan.of(ddp).method, Plan.of(ddp).reason))
-    return found
-
-
-def test_the_winner_of_the_race_is_built() -> None:
-    found, other = run_ranks(_winners, 2)
-    assert [method for method, _ in found] == ["zero-forward", "step", "bf16-deferred"]
-    assert all("was chosen: it took" in reason for _, reason in found)
-    assert other == found
+def _winner(rank: int, method: str, **options: Any) -> None:
+    """The fastest is built, also of an optimizer that has stepped."""
+    model, (x, y) = _model(), _sample(rank)
+    optimizer = _adamw(model)
+    CROSS_ENTROPY(model(x), y).backward()
+    optimizer.step()
+    with _quick(fast=method):
+        ddp, optim = overlap.auto(model, optimizer, sample=(x, y), **OPTIONS, **options)
+    _trained(ddp, optim, rank)
+    assert Plan.of(ddp).method == method and "was chosen: it took" in Plan.of(ddp).reason
 
 
 def _clipped(rank: int) -> None:
@@ -233,14 +216,6 @@ def _hooked_on_one(rank: int) -> None:
     assert all("pre-hook" in row.note for row in plan.rows if row.method == "step")
 
 
-def _has_state(rank: int) -> None:
-    model, (x, y) = _model(), _sample(0)
-    optimizer = _adamw(model)
-    CROSS_ENTROPY(model(x), y).backward()
-    optimizer.step()
-    assert _chosen(rank, model=model, optimizer=optimizer, fast="zero", allow="sharded").method == "zero"
-
-
 def _has_collectives(rank: int) -> None:
     """By its own clock rank 1 would take 3 steps where rank 0 takes 6."""
     calls = 0
@@ -274,23 +249,10 @@ def _does_not_diverge(rank: int) -> None:
     assert max(seen) < 1e3
 
 
-def test_unusual_models_losses_and_options() -> None:
-    cases: dict[str, Callable[[int], None]] = {
-        "updates in step: the loop clips and skips": _clipped,
-        "a model that changes its input": _changes_its_input,
-        "sparse gradients": _sparse,
-        "a pre-hook on one rank": _hooked_on_one,
-        "an optimizer with state, sharded": _has_state,
-        "a loss with collectives": _has_collectives,
-        "a high learning rate": _does_not_diverge,
-    }
-    run_ranks(functools.partial(_each, cases), 2)
-
-
 # Untouched -----------------------------------------------------------------------------------------------------------
 
 
-def _left_alone(rank: int, world_size: int) -> None:
+def _left_alone(rank: int) -> None:
     model = _model(dropout=True)
     model[0].bias.requires_grad_(False)
     calls: list[int] = []
@@ -337,10 +299,6 @@ def _left_alone(rank: int, world_size: int) -> None:
     assert calls == []
 
 
-def test_a_race_leaves_every_bit_as_it_was() -> None:
-    run_ranks(_left_alone, 2)
-
-
 class _Head(nn.Module):
     center: Tensor
 
@@ -373,11 +331,24 @@ def _uncopyable(rank: int) -> None:
         _chosen(rank, model=model)
 
 
-def test_a_loss_is_copied_and_what_cannot_be_is_refused() -> None:
+def test_races_of_all_kinds() -> None:
     cases: dict[str, Callable[[int], None]] = {
-        kind: functools.partial(_loss_with_state, kind=kind) for kind in ("method", "partial")
+        "each method": _each_method,
+        "sharded wins": functools.partial(_winner, method="zero-forward", allow="sharded"),
+        "exact wins": functools.partial(_winner, method="step", allow=("sharded", "8-bit", "low-rank")),
+        "deferred wins": functools.partial(_winner, method="bf16-deferred", allow="16-bit", updates="step"),
+        "updates in step: the loop clips and skips": _clipped,
+        "a model that changes its input": _changes_its_input,
+        "sparse gradients": _sparse,
+        "a pre-hook on one rank": _hooked_on_one,
+        "a loss with collectives": _has_collectives,
+        "a high learning rate": _does_not_diverge,
+        "every bit is left as it was": _left_alone,
+        "a method as loss is copied": functools.partial(_loss_with_state, kind="method"),
+        "a partial as loss is copied": functools.partial(_loss_with_state, kind="partial"),
+        "a model that cannot be copied": _uncopyable,
     }
-    run_ranks(functools.partial(_each, {**cases, "uncopyable": _uncopyable}), 2)
+    run_ranks(functools.partial(_each, cases), 2, timeout_s=100)
 
 
 # Wrong arguments, and failures on one rank ---------------------------------------------------------------------------
@@ -399,7 +370,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _bad_input(rank: int, world_size: int) -> None:
+def _bad_input(rank: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     model = _model()
@@ -422,8 +393,7 @@ def _bad_input(rank: int, world_size: int) -> None:
     assert issued(group) == before, "a collective on the user's group"
 
 
-def test_bad_input_is_refused_by_name_before_any_collective() -> None:
-    run_ranks(_bad_input, 2)
+def test_auto_needs_a_process_group_and_a_plan_its_model() -> None:
     model = _model()
     with pytest.raises(ConfigurationError, match="init_process_group first"):
         overlap.auto(model, _adamw(model), sample=_sample(0), loss=CROSS_ENTROPY)
@@ -463,21 +433,6 @@ def _fails(rank: int, at_call: int) -> None:
     assert total.item() == 2
 
 
-def test_an_error_or_a_difference_on_one_rank_is_an_error_on_all() -> None:
-    cases: dict[str, Callable[[int], None]] = {
-        "one has bad input": _bad_on_one,
-        "models": functools.partial(_differ, words="different models: give the same"),
-        "allow": functools.partial(_differ, words="different candidates", allow=["exact", "16-bit"]),
-        "plans": functools.partial(
-            _differ, words=r"different plans, \['ddp', 'step'\]", plan=[_plan("ddp"), _plan("step")]
-        ),
-        "plan on one": functools.partial(_differ, words=r"different plans, \['ddp', None\]", plan=[_plan("ddp"), None]),
-        "fails before the race": functools.partial(_fails, at_call=2),
-        "fails in the race": functools.partial(_fails, at_call=30),
-    }
-    run_ranks(functools.partial(_each, cases), 2, **WAITS)
-
-
 def _out_of_memory(rank: int, method: str, where: str) -> None:
     """Rank 1 has no memory for one method, and nothing waits for a timeout."""
     real_attach, real_step = overlap.AllReduce.attach, race._Lane.step
@@ -507,11 +462,21 @@ def _out_of_memory(rank: int, method: str, where: str) -> None:
     assert raced == {"ddp", "step", "zero", "zero-forward"} - {method}
 
 
-def test_a_candidate_that_does_not_fit_into_the_memory_of_one_rank_is_dropped_on_all() -> None:
+def test_an_error_a_difference_and_full_memory_on_one_rank_are_so_on_all() -> None:
     cases: dict[str, Callable[[int], None]] = {
-        f"{method} in {where}": functools.partial(_out_of_memory, method=method, where=where)
-        for method, where in (
-            ("step", "registration"), ("zero-forward", "update"), ("ddp", "forward"),
-        )
-    }  # fmt: skip
-    run_ranks(functools.partial(_each, cases), 2, **WAITS)
+        "bad input, before any collective": _bad_input,
+        "one has bad input": _bad_on_one,
+        "models": functools.partial(_differ, words="different models: give the same"),
+        "allow": functools.partial(_differ, words="different candidates", allow=["exact", "16-bit"]),
+        "plans": functools.partial(
+            _differ, words=r"different plans, \['ddp', 'step'\]", plan=[_plan("ddp"), _plan("step")]
+        ),
+        "plan on one": functools.partial(_differ, words=r"different plans, \['ddp', None\]", plan=[_plan("ddp"), None]),
+        "fails before the race": functools.partial(_fails, at_call=2),
+        "fails in the race": functools.partial(_fails, at_call=30),
+        "registers without memory": functools.partial(_out_of_memory, method="step", where="registration"),
+        "updates without memory": functools.partial(_out_of_memory, method="zero-forward", where="update"),
+        "plain DDP without memory": functools.partial(_out_of_memory, method="ddp", where="forward"),
+    }
+    # A rank that waits for another one's timeout fails by the deadline of its world, which is shorter.
+    run_ranks(functools.partial(_each, cases), 2, timeout_s=100, group_timeout_s=300)

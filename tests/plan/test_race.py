@@ -104,16 +104,15 @@ def test_after_a_method_that_is_refused_plain_ddp_is_built_anew(
 
 
 def test_in_doubt_plain_ddp_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slower by 3 %, with noise of 3, 5 and 10 %: hardly ever chosen. Faster by 15 %: nearly always."""
-    for noise, seconds in ((0.03, 5.0), (0.05, 5.0), (0.1, 10.0)):
-        chosen = {0.85: 0, 1.0: 0, 1.03: 0}
-        for ratio in chosen:
-            for seed in range(100):
-                race = _Race({PLAIN: 50, STEP: 50 * ratio, ZERO: 50 * ratio}, noise=noise)
-                race.draw.seed(seed)
-                last = _run(race, [STEP, ZERO], seconds, monkeypatch)
-                chosen[ratio] += is_surely_faster(race.ratios[last])
-        assert chosen[0.85] >= 95 and chosen[1.0] <= 5 and chosen[1.03] <= 2, (noise, chosen)
+    """Slower by 3 %, with noise of 5 %: hardly ever chosen. Faster by 15 %: nearly always."""
+    chosen = {0.85: 0, 1.0: 0, 1.03: 0}
+    for ratio in chosen:
+        for seed in range(100):
+            race = _Race({PLAIN: 50, STEP: 50 * ratio, ZERO: 50 * ratio}, noise=0.05)
+            race.draw.seed(seed)
+            last = _run(race, [STEP, ZERO], 5.0, monkeypatch)
+            chosen[ratio] += is_surely_faster(race.ratios[last])
+    assert chosen[0.85] >= 95 and chosen[1.0] <= 5 and chosen[1.03] <= 2, chosen
 
 
 def test_a_round_that_was_disturbed_decides_nothing() -> None:

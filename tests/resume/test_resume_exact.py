@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import assert_parity, run_ranks, wrap
-from harness.models import BATCH_NORM, Case, mean_squared_error
+from harness.models import BATCH_NORM, mean_squared_error
 from overlap import (
     Cast,
     Int4,
@@ -87,7 +87,6 @@ FORMS: dict[str, Build] = {
 }
 
 REDUCERS: dict[str, Callable[[], Any]] = {
-    "Quantize": lambda: Quantize(Int8()),
     "Quantize, feedback": lambda: Quantize(Int4(), error_feedback=True),
     "Quantize, stochastic": lambda: Quantize(Int4(rounding="stochastic"), error_feedback=True),
     "Quantize, TopK": lambda: Quantize(TopK(0.1, chunk=64), error_feedback=True),
@@ -95,7 +94,6 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "PowerSGD": lambda: PowerSGD(rank=1, min_compression_rate=1),
     "PowerSGD, alternating": lambda: PowerSGD(rank=2, min_compression_rate=1, alternate=True),
     "PowerSGD, late and cold": lambda: PowerSGD(rank=2, start_step=2, warm_start=False, min_compression_rate=1),
-    "Cast, PowerSGD": lambda: Cast(torch.float16, PowerSGD(rank=2, min_compression_rate=1)),
     "powerSGD_hook": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
     "batched_powerSGD_hook": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
     "route": lambda: route({"*.bias": Quantize(Int8()), "*": PowerSGD(rank=1, min_compression_rate=1)}),
@@ -103,15 +101,22 @@ REDUCERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _made(case: Case, form: str, reducer: str, *, keeps_buckets: bool = True, **model: Any) -> tuple[Any, Any]:
-    ddp = wrap(case.model(**model), **{**case.ddp_options(), "find_unused_parameters": keeps_buckets})
+def _made(form: str, reducer: str, *, keeps_buckets: bool = True, **model: Any) -> tuple[Any, Any]:
+    options = {**BATCH_NORM.ddp_options(), "find_unused_parameters": keeps_buckets}
+    ddp = wrap(BATCH_NORM.model(**model), **options)
     return ddp, FORMS[form](ddp, REDUCERS[reducer]())
 
 
-def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
-    is_automatic = type(optimizer) is torch.optim.SGD and len(overlap_stages(ddp)) > 1
+def _registration(ddp: Any) -> Any:
+    registration = registration_of(ddp)
+    assert registration is not None
+    return registration
+
+
+def _train(rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
+    is_automatic = type(optimizer) is torch.optim.SGD and len(_registration(ddp).stage.sequence) > 1
     for step in steps:
-        loss = mean_squared_error(ddp, case.batch(step, rank))
+        loss = mean_squared_error(ddp, BATCH_NORM.batch(step, rank))
         if is_automatic:
             loss.backward()
             continue
@@ -120,85 +125,51 @@ def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> Non
         optimizer.step()
 
 
-def overlap_stages(ddp: Any) -> tuple[Any, ...]:
-    registration = registration_of(ddp)
-    assert registration is not None
-    return registration.stage.sequence
+RUNS = [
+    *((form, "Quantize, feedback", 4, True) for form in FORMS),
+    *(("ZeroStep, gathered in forward", reducer, 4, True) for reducer in REDUCERS),
+    ("Step", "Quantize, feedback", 0, True),
+    ("LocalSGD, outer", "PowerSGD", 0, True),
+    ("Step", "Quantize, feedback", 4, False),
+    ("ZeroStep, gathered in forward", "Cast, Quantize", 4, False),
+]
+"""Form, reducer, the steps before it is saved, and whether DDP keeps its buckets."""
 
 
-def _file(folder: Path, name: str, rank: int) -> Path:
-    return folder / f"{name}-{rank}.pt".replace(" ", "_")
+def _file(folder: Path, rank: int, *run: Any) -> Path:
+    return folder / f"{run}-{rank}.pt"
 
 
-def _uninterrupted(rank: int, world_size: int, case: Case, runs: list[tuple[str, str]], folder: Path, at: int) -> None:
-    for form, reducer in runs:
-        ddp, optimizer = _made(case, form, reducer)
-        _train(case, rank, ddp, optimizer, range(at))
-        torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}", rank))
-        _train(case, rank, ddp, optimizer, range(at, STEPS))
-        torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}-end", rank))
+def _saved(rank: int, world_size: int, folder: Path) -> None:
+    for form, reducer, at, keeps_buckets in RUNS:
+        ddp, optimizer = _made(form, reducer, keeps_buckets=keeps_buckets)
+        _train(rank, ddp, optimizer, range(at))
+        start = overlap.state_dict(ddp, optimizer)
+        if not keeps_buckets:  # The same stages and optimizer in a new DistributedDataParallel.
+            stage = _registration(ddp).stage
+            _registration(ddp).remove()
+            ddp = DistributedDataParallel(ddp.module, **BATCH_NORM.ddp_options())
+            overlap.register(ddp, stage)
+        _train(rank, ddp, optimizer, range(at, STEPS))
+        both = start, overlap.state_dict(ddp, optimizer)
+        torch.save(both, _file(folder, rank, form, reducer, at, keeps_buckets))
 
 
-def _resumed(
-    rank: int,
-    world_size: int,
-    case: Case,
-    runs: list[tuple[str, str]],
-    folder: Path,
-    at: int,
-    keeps_buckets: bool = True,
-) -> None:
+def _goes_on(rank: int, world_size: int, folder: Path) -> None:
     failures = []
-    for form, reducer in runs:
-        ddp, optimizer = _made(case, form, reducer, keeps_buckets=keeps_buckets, seed=7)
-        overlap.load_state_dict(ddp, optimizer, torch.load(_file(folder, f"{form}-{reducer}", rank), weights_only=True))
-        _train(case, rank, ddp, optimizer, range(at, STEPS))
-        end = torch.load(_file(folder, f"{form}-{reducer}-end", rank), weights_only=True)
+    for run in RUNS:
+        form, reducer, at, keeps_buckets = run
+        start, end = torch.load(_file(folder, rank, *run), weights_only=True)
+        ddp, optimizer = _made(form, reducer, keeps_buckets=keeps_buckets, seed=7)
+        overlap.load_state_dict(ddp, optimizer, start)
+        _train(rank, ddp, optimizer, range(at, STEPS))
         try:
-            assert_parity(overlap.state_dict(ddp, optimizer), end, what=f"{form}, {reducer}")
+            assert_parity(overlap.state_dict(ddp, optimizer), end, what=f"{run}")
         except AssertionError as error:
             failures.append(str(error))
     assert not failures, "\n".join(failures)
 
 
-IN_EVERY_FORM = [(form, "Quantize, feedback") for form in FORMS]
-EVERY_REDUCER = [("ZeroStep, gathered in forward", reducer) for reducer in REDUCERS]
-BEFORE_THE_FIRST_STEP = [("Step", "Quantize, feedback"), ("LocalSGD, outer", "PowerSGD")]
-
-
-def _saved(rank: int, world_size: int, folder: Path) -> None:
-    _uninterrupted(rank, world_size, BATCH_NORM, IN_EVERY_FORM + EVERY_REDUCER, folder, 4)
-    _uninterrupted(rank, world_size, BATCH_NORM, BEFORE_THE_FIRST_STEP, folder / "0", 0)
-
-
-def _goes_on(rank: int, world_size: int, folder: Path) -> None:
-    _resumed(rank, world_size, BATCH_NORM, IN_EVERY_FORM + EVERY_REDUCER, folder, 4)
-    _resumed(rank, world_size, BATCH_NORM, BEFORE_THE_FIRST_STEP, folder / "0", 0)
-
-
 def test_every_stage_resumes_bit_for_bit_in_new_processes(tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
     run_ranks(_saved, 2, tmp_path)
     run_ranks(_goes_on, 2, tmp_path)
-
-
-def _wrapped_anew(rank: int, world_size: int, runs: list[tuple[str, str]], folder: Path) -> None:
-    """Goes on with the stages and the optimizer that it has, in a new DistributedDataParallel."""
-    for form, reducer in runs:
-        ddp, optimizer = _made(BATCH_NORM, form, reducer, keeps_buckets=False)
-        _train(BATCH_NORM, rank, ddp, optimizer, range(4))
-        torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}", rank))
-        registration = registration_of(ddp)
-        assert registration is not None
-        stage = registration.stage
-        registration.remove()
-        ddp = DistributedDataParallel(ddp.module, **BATCH_NORM.ddp_options())
-        overlap.register(ddp, stage)
-        _train(BATCH_NORM, rank, ddp, optimizer, range(4, STEPS))
-        torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}-end", rank))
-
-
-def test_a_run_whose_buckets_are_cut_anew_resumes_as_one_whose_ddp_is_built_anew(tmp_path: Path) -> None:
-    runs = [("Step", "Quantize, feedback"), ("ZeroStep, gathered in forward", "Cast, Quantize")]
-    run_ranks(_wrapped_anew, 2, runs, tmp_path)
-    run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 4, False)

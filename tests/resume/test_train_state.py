@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import functools
 import io
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,7 @@ def _train(rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def _refused(rank: int, world_size: int) -> None:
+def _refused(rank: int, folder: Path) -> None:
     ddp, optimizer = _overlapped(rank)
     state = overlap.state_dict(ddp, optimizer)
     other = {**state["model"], "9.weight": torch.ones(1)}
@@ -108,11 +110,7 @@ def _refused(rank: int, world_size: int) -> None:
     assert_parity(overlap.state_dict(fresh, new), before, what="after states that were refused")
 
 
-def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing() -> None:
-    run_ranks(_refused, 2)
-
-
-def _between(rank: int, world_size: int) -> None:
+def _between(rank: int, folder: Path) -> None:
     for deferred in (False, True):
         ddp, optimizer = _overlapped(rank, deferred=deferred)
         mean_squared_error(ddp, MLP.batch(5, rank)).backward()
@@ -129,11 +127,7 @@ def _between(rank: int, world_size: int) -> None:
         overlap.state_dict(ddp, local)
 
 
-def test_a_state_between_backward_and_step_is_refused() -> None:
-    run_ranks(_between, 2)
-
-
-def _snapshot(rank: int, world_size: int) -> None:
+def _snapshot(rank: int, folder: Path) -> None:
     ddp, optimizer = _overlapped(rank)
     state = overlap.state_dict(ddp, optimizer)
     before = copy.deepcopy(state)
@@ -145,11 +139,7 @@ def _snapshot(rank: int, world_size: int) -> None:
     assert_parity(overlap.state_dict(ddp, optimizer), end, what="gone back and trained again")
 
 
-def test_a_state_is_a_snapshot_that_a_run_can_go_back_to() -> None:
-    run_ranks(_snapshot, 2)
-
-
-def _plain_optimizer(rank: int, world_size: int) -> None:
+def _plain_optimizer(rank: int, folder: Path) -> None:
     ddp, optimizer = _overlapped(rank)
     state = overlap.state_dict(ddp, optimizer)
     with pytest.raises(ConfigurationError, match="group 0 has them in another order; make the same groups"):
@@ -164,10 +154,6 @@ def _plain_optimizer(rank: int, world_size: int) -> None:
     assert_parity(plain.module.state_dict(), ddp.module.state_dict(), what="with a plain optimizer")
 
 
-def test_a_plain_optimizer_resumes_exactly_and_another_order_is_refused() -> None:
-    run_ranks(_plain_optimizer, 2)
-
-
 class _Framework:
     """What frameworks hand out in place of an optimizer."""
 
@@ -176,7 +162,7 @@ class _Framework:
         self.param_groups = optimizer.param_groups
 
 
-def _one_file(rank: int, world_size: int, folder: Path) -> None:
+def _one_file(rank: int, folder: Path) -> None:
     ddp, zero = _zero(rank)
     file = folder / "custom_checkpoint_0.pkl"
     state = overlap.TrainState(ddp, _Framework(zero)).state_dict()  # type: ignore[arg-type]
@@ -198,11 +184,7 @@ def _one_file(rank: int, world_size: int, folder: Path) -> None:
         overlap.TrainState(resumed, its).load_state_dict({"step": 1})
 
 
-def test_one_file_for_all_ranks_resumes_each_rank_exactly(tmp_path: Path) -> None:
-    run_ranks(_one_file, 2, tmp_path)
-
-
-def _with_ddp(rank: int, world_size: int) -> None:
+def _with_ddp(rank: int, folder: Path) -> None:
     def made() -> Any:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         ddp.register_comm_hook(PowerSGDState(None, 1, 0, 1), powerSGD_hook)
@@ -238,11 +220,7 @@ def _foreign_hook(state, bucket):
     return future
 
 
-def test_hooks_that_are_registered_with_ddp_are_saved_or_refused() -> None:
-    run_ranks(_with_ddp, 2)
-
-
-def _kept(rank: int, world_size: int) -> None:
+def _kept(rank: int, folder: Path) -> None:
     ddp, optimizer = _overlapped(rank, steps=1, reducer=AllReduce())
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(ConfigurationError, match=r"\['callback'\] is a builtin_function_or_method, which is neither"):
@@ -250,10 +228,6 @@ def _kept(rank: int, world_size: int) -> None:
     late = PowerSGD(start_step=5)
     ddp, optimizer = _overlapped(rank, steps=2, reducer=late)
     assert overlap.state_dict(ddp, optimizer)["stages"]["state"]["0"]["steps"] == 2
-
-
-def test_what_cannot_be_saved_is_named_and_counters_are_saved_before_they_matter() -> None:
-    run_ranks(_kept, 2)
 
 
 def _pair(rank: int, steps: int) -> Any:
@@ -269,7 +243,7 @@ def _pair(rank: int, steps: int) -> Any:
     return ddp, zero, adamw
 
 
-def _of_two(rank: int, world_size: int) -> None:
+def _of_two(rank: int, folder: Path) -> None:
     ddp, zero, adamw = _pair(rank, 3)
     state, file = overlap.state_dict(ddp, [zero, adamw]), overlap.TrainState(ddp, [zero, adamw]).state_dict()
     fresh, *new = _pair(rank, 1)
@@ -289,5 +263,34 @@ def _of_two(rank: int, world_size: int) -> None:
     assert_parity(overlap.state_dict(fresh, new), state, what="of one file")
 
 
-def test_the_states_of_two_optimizers_are_saved_together() -> None:
-    run_ranks(_of_two, 2)
+CELLS: dict[str, Callable[[int, Path], None]] = {
+    "a state that does not fit is refused by name and changes nothing": _refused,
+    "a state between backward and step is refused": _between,
+    "a state is a snapshot that a run can go back to": _snapshot,
+    "a plain optimizer resumes exactly, and another order is refused": _plain_optimizer,
+    "one file for all ranks resumes each rank exactly": _one_file,
+    "hooks that are registered with DDP are saved or refused": _with_ddp,
+    "what cannot be saved is named, and counters are saved before they matter": _kept,
+    "the states of two optimizers are saved together": _of_two,
+}
+
+
+def _play(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    failed = {}
+    for name, cell in CELLS.items():
+        try:
+            cell(rank, folder)
+        except Exception:
+            failed[name] = f"rank {rank}: {traceback.format_exc()}"
+    return failed
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    of_ranks = run_ranks(_play, 2, tmp_path_factory.mktemp("states"))
+    return {name: text for one in of_ranks for name, text in one.items()}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_two_ranks(name: str, failed: dict[str, str]) -> None:
+    assert name not in failed, failed[name]

@@ -49,21 +49,16 @@ def average_parameters(params: Params, process_group: dist.ProcessGroup | None =
     >>> average_parameters(model.parameters(), dist.group.WORLD)
     """
     check_group("process_group", process_group, may_be_outside=True)
-    group = process_group if process_group is not None else dist.group.WORLD
-    tensors = {str(id(tensor)): tensor.detach() for tensor in _tensors_of(params)}
-    if group is not None and dist.get_rank(group) >= 0:
-        average(tensors, group).wait()
-
-
-def _tensors_of(params: Params) -> list[Tensor]:
-    """The parameters in ``params``, which holds parameters or an optimizer's ``param_groups``."""
     given = as_list(params)
     if not given or not all(isinstance(one, (Tensor, Mapping)) for one in given):
         raise ConfigurationError(
             f"averaging takes parameters, which an iterator yields only once, or an optimizer's param_groups, got "
             f"{described(params)}; give model.parameters() or optimizer.param_groups"
         )
-    return [tensor for one in given for tensor in ([one] if isinstance(one, Tensor) else one["params"])]
+    tensors = [tensor for one in given for tensor in ([one] if isinstance(one, Tensor) else one["params"])]
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is not None and dist.get_rank(group) >= 0:
+        average({str(id(tensor)): tensor.detach() for tensor in tensors}, group).wait()
 
 
 @classes.ModelAverager.register
@@ -148,8 +143,31 @@ class HierarchicalModelAverager(ModelAverager):
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
         super().__init__(process_group)
         sizes = {} if period_group_size_dict is None else period_group_size_dict
-        self.period_process_group_dict = _make_groups(sizes, self.process_group)
+        if not isinstance(sizes, Mapping) or not sizes:
+            raise ConfigurationError(
+                f"period_group_size_dict is a mapping of periods to group sizes, as in {{4: 2, 16: 8}}, got "
+                f"{told(sizes)}"
+            )
+        for number in [*sizes, *sizes.values()]:
+            check_whole_number("each period and size of period_group_size_dict", number, least=1)
+        group, size_of_all = self.process_group, self.process_group.size()
+        pairs = itertools.pairwise(sizes.items())
+        if [*sizes.values()][-1] != size_of_all or any(
+            period >= longer or size >= larger or larger % size for (period, size), (longer, larger) in pairs
+        ):
+            raise ConfigurationError(
+                f"period_group_size_dict is {dict(sizes)}: periods must ascend, each size divide a larger next one, "
+                f"and the last size be that of the process group, {size_of_all}"
+            )
+        if len(sizes) > 1:
+            check_is_whole_job(group, remedy="use a PeriodicModelAverager for each level, with its own group")
+        self.period_process_group_dict: dict[int, dist.ProcessGroup] = dict.fromkeys(sizes, group)
         """This rank's group for each period, in ascending order."""
+        ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
+        for period, size in sizes.items():
+            if size < size_of_all:
+                members = [ranks[start : start + size] for start in range(0, size_of_all, size)]
+                self.period_process_group_dict[period] = own_subgroup(members, group, timeout=timeout)
         if max(sizes) == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
@@ -161,38 +179,6 @@ class HierarchicalModelAverager(ModelAverager):
         due = [period for period in groups if step % period == 0]
         if step >= self.warmup_steps and due:
             average_parameters(params, groups[due[-1]])
-
-
-def _make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
-    """For each period the group of so many consecutive ranks of ``group`` that this rank is in; every rank calls it.
-
-    Raises:
-        ConfigurationError: ``sizes`` do not fit together, or ``group`` lacks ranks of the job.
-    """
-    if not isinstance(sizes, Mapping) or not sizes:
-        raise ConfigurationError(
-            f"period_group_size_dict is a mapping of periods to group sizes, as in {{4: 2, 16: 8}}, got {told(sizes)}"
-        )
-    for number in [*sizes, *sizes.values()]:
-        check_whole_number("each period and size of period_group_size_dict", number, least=1)
-    for (period, size), (longer, larger) in itertools.pairwise(sizes.items()):
-        if period >= longer or size >= larger or larger % size:
-            raise ConfigurationError(
-                f"period_group_size_dict is {dict(sizes)}: periods must ascend, and each size divide a larger next one"
-            )
-    if (last := [*sizes.values()][-1]) != group.size():
-        raise ConfigurationError(
-            f"the last size of period_group_size_dict must be that of the process group, {group.size()}, got {last}"
-        )
-    if len(sizes) > 1:
-        check_is_whole_job(group, remedy="use a PeriodicModelAverager for each level, with its own group")
-    ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
-    made = dict.fromkeys(sizes, group)
-    for period, size in sizes.items():
-        if size < len(ranks):
-            members = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-            made[period] = own_subgroup(members, group, timeout=timeout)
-    return made
 
 
 class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):

@@ -251,10 +251,9 @@ def _hierarchy(rank: int, world_size: int) -> None:
 
 def _wrong_hierarchies(rank: int, world_size: int) -> None:
     for wrong, match in (
-        ({2: 2}, "the last size"),  # The largest size is everyone, as in PyTorch's.
-        ({2: 3, 4: 4}, "each size divide"),
+        ({2: 2}, "the last size be that of the process group, 4"),  # As in PyTorch's.
+        ({2: 3, 4: 4}, "periods must ascend, each size divide a larger next one"),
         ({4: 2, 2: 4}, "periods must ascend"),
-        ({2: 4, 4: 2}, "divide a larger next one"),
         ({0: 4}, "whole number of at least 1"),
         ({}, "is a mapping of periods"),
     ):
