@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,9 +13,8 @@ from torch.optim import Optimizer
 from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, check, plain_run, register, zero_run
 
 from harness import assert_parity, run_ranks, wrap
-from harness.models import MLP, Batch, mean_squared_error
-from harness.third_party import LAMB, BlockwiseAdamW
-from overlap import TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
+from harness.models import MLP, mean_squared_error
+from overlap import TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 
 
 def _forms(rank: int, world_size: int) -> None:
@@ -54,38 +55,31 @@ def test_parameters_that_move_to_other_memory_are_followed() -> None:
     run_ranks(_moved, 2)
 
 
-def _masters(rank: int, world_size: int, form: str) -> None:
+def _masters(rank: int, world_size: int) -> None:
     """The reference keeps fp32 parameters by hand and rounds them into the model's after each step."""
-    model = MLP.model().bfloat16()
-
-    def loss_of(ddp: nn.Module, batch: Batch) -> torch.Tensor:
-        return nn.functional.mse_loss(ddp(batch.inputs[0].bfloat16()).float(), batch.target)
-
-    plain, ddp = wrap(model), wrap(model)
-    masters = [p.detach().float() for p in plain.parameters()]
-    reference = torch.optim.AdamW(masters, lr=1e-3)
-    zero = ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.AdamW, lr=1e-3, master_dtype=torch.float32, overlap_with_ddp=form != "alone"
-    )
-    register(FORMS[form], ddp, zero)
-    for step in range(8):
-        batch = MLP.batch(step, rank)
-        for module in (plain, ddp):
-            if form == "alone" or module is plain:
-                module.zero_grad()
-            loss_of(module, batch).backward()
-        for master, parameter in zip(masters, plain.parameters(), strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-        reference.step()
-        with torch.no_grad():
+    for form in ("interleaved", "deferred", "alone"):
+        model = MLP.model().bfloat16()
+        plain, ddp = wrap(copy.deepcopy(model)), wrap(model)
+        masters = [p.detach().float() for p in plain.parameters()]
+        reference = torch.optim.AdamW(masters, lr=1e-3)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, master_dtype=torch.float32)
+        register(FORMS[form], ddp, zero)
+        for step in range(6):
+            batch = MLP.batch(step, rank)
+            for module in (plain, ddp):
+                if form == "alone" or module is plain:
+                    module.zero_grad()
+                nn.functional.mse_loss(module(batch.inputs[0].bfloat16()).float(), batch.target).backward()
             for master, parameter in zip(masters, plain.parameters(), strict=True):
-                parameter.copy_(master)
-        zero.step()
-        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
-    zero.consolidate_state_dict()
-    if rank == 0:
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+            reference.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, plain.parameters(), strict=True):
+                    parameter.copy_(master)
+            zero.step()
+            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{form}, step {step}")
+        zero.consolidate_state_dict(to=None)
         state = zero.state_dict()["state"]
         for index, master in enumerate(masters):
             assert torch.equal(state[index]["master_param"], master)
@@ -93,11 +87,7 @@ def _masters(rank: int, world_size: int, form: str) -> None:
 
 
 def test_bf16_parameters_are_updated_in_fp32() -> None:
-    def forms(rank: int, world_size: int) -> None:
-        for form in ("interleaved", "deferred", "alone"):
-            _masters(rank, world_size, form)
-
-    run_ranks(forms, 2)
+    run_ranks(_masters, 2)
 
 
 # The kernels in which 16-bit elements at a tensor's end are rounded as no others are.
@@ -112,49 +102,26 @@ KERNELS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
 }
 
 
-def _low_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    def build() -> nn.Module:
+def _low_precision(rank: int, world_size: int) -> None:
+    for dtype, (name, (cls, options)) in itertools.product((torch.bfloat16, torch.float16), KERNELS.items()):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(37, 29), nn.Tanh(), nn.Linear(29, 71), nn.Tanh(), nn.Linear(71, 5)).to(dtype)
-
-    inputs = torch.randn(4, 37, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    for name, (cls, options) in KERNELS.items():
-        plain, ddp = wrap(build(), bucket_cap_mb=0.005), wrap(build(), bucket_cap_mb=0.005)
+        model = nn.Sequential(nn.Linear(37, 29), nn.Tanh(), nn.Linear(29, 71), nn.Tanh(), nn.Linear(71, 5)).to(dtype)
+        inputs = torch.randn(4, 37, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        plain, ddp = wrap(copy.deepcopy(model), bucket_cap_mb=0.005), wrap(model, bucket_cap_mb=0.005)
         reference = cls(plain.parameters(), **options)  # type: ignore[call-arg]
         zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **options)  # type: ignore[arg-type]
-        registration = chain(ZeroStep(zero)).register(ddp)
-        for step in range(4):
+        chain(ZeroStep(zero)).register(ddp)
+        for step in range(3):
             plain.zero_grad()
             plain(inputs).float().square().mean().backward()
             reference.step()
             ddp(inputs).float().square().mean().backward()
             zero.step()
             assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{name}, {dtype}, step {step}")
-        registration.remove()
 
 
 def test_every_kernel_equals_plain_ddp_in_low_precision() -> None:
-    def dtypes(rank: int, world_size: int) -> None:
-        for dtype in (torch.bfloat16, torch.float16):
-            _low_precision(rank, world_size, dtype)
-
-    run_ranks(dtypes, 2)
-
-
-@declare("element")
-class Counting(Optimizer):
-    """SGD whose rate falls with a count of steps in each group, as schedule-free optimizers have one."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+    run_ranks(_low_precision, 2)
 
 
 @declare("element")
@@ -172,62 +139,6 @@ class Selective(Optimizer):
                 if parameter.requires_grad and parameter.grad is not None:
                     factor = 0.5 if name.endswith("bias") else 1.0
                     parameter.add_(parameter.grad, alpha=-group["lr"] * factor * scale)
-
-
-PLAIN = torch.optim
-# By optimizer: how it is divided.
-DIVIDED: dict[str, tuple[type[Optimizer], str, dict[str, Any]]] = {
-    "LAMB": (LAMB, "parameter", {}),
-    "blockwise AdamW": (BlockwiseAdamW, "parameter", {}),
-    "count in a group": (Counting, "element", {}),
-    "Adafactor": (PLAIN.Adafactor, "parameter", {}),
-}
-
-
-def _divided(rank: int, world_size: int) -> None:
-    for name, (cls, partition, options) in DIVIDED.items():
-        zero = ZeroRedundancyOptimizer(MLP.model().parameters(), cls, **options)
-        assert zero.partition == partition, name
-
-
-# By what is refused: the optimizer, its options, and what the error says.
-REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
-    "LAMB by element": (LAMB, {"partition": "element"}, "LAMB does not update each element .*partition='parameter'"),
-    "blockwise by element": (BlockwiseAdamW, {"partition": "element"}, "each element by itself"),
-    "LBFGS": (PLAIN.LBFGS, {}, r"step\(closure\)"),
-    "SparseAdam": (PLAIN.SparseAdam, {}, "sparse gradients"),
-}
-
-
-def _refused(rank: int, world_size: int) -> None:
-    for name, (cls, options, match) in REFUSED.items():
-        with pytest.raises(UnsupportedError, match=match):
-            raise AssertionError(name, ZeroRedundancyOptimizer(MLP.model().parameters(), cls, **options))
-
-
-def test_an_optimizer_is_divided_as_finely_as_it_may_be_or_refused() -> None:
-    def both(rank: int, world_size: int) -> None:
-        _divided(rank, world_size)
-        _refused(rank, world_size)
-
-    run_ranks(both, 1)
-
-
-def _several_groups(ddp: torch.nn.Module) -> list[dict[str, Any]]:
-    """The second of which is so small that one rank has nothing of it."""
-    first, second, *others = ddp.parameters()
-    return [{"params": [first, *others]}, {"params": [second], "lr": 0.05}]
-
-
-def _counted(rank: int, world_size: int) -> None:
-    reference = plain_run(MLP, rank, Counting, parameters=_several_groups)
-    for form in ("interleaved", "deferred", "automatic, deferred", "alone"):
-        candidate = zero_run(MLP, rank, Counting, {}, FORMS[form], parameters=_several_groups)
-        check(candidate, reference, what=form, world_size=world_size)
-
-
-def test_a_count_of_steps_equals_plain_ddps_where_a_rank_has_nothing_of_a_group() -> None:
-    run_ranks(_counted, 2)
 
 
 def _selective(rank: int, world_size: int) -> None:

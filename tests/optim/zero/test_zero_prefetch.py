@@ -117,31 +117,28 @@ READERS: dict[str, Callable[[_Loop], Iterable[Tensor]]] = {
 }
 
 
-def _read(rank: int, world_size: int, deferred: bool) -> None:
-    plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False, deferred=deferred)
-    means = _ema(plain), _ema(ours)
-    for step, (name, read) in enumerate(READERS.items()):
-        assert torch.equal(ours.step(step), plain.step(step)), (name, step)
-        got, expected = [tuple(v.detach().clone() for v in read(loop)) for loop in (ours, plain)]
-        for mine, theirs in zip(got, expected, strict=True):
-            assert torch.equal(mine, theirs), name
-    for step in range(3):
-        assert torch.equal(ours.step(step), plain.step(step)), step
-        expected, got = (tuple(read()) for read in means)
-        for mine, theirs in zip(got, expected, strict=True):
-            assert torch.equal(mine, theirs), f"EMA, {step}"
-    ours.registration.remove()
-    assert type(ours.module[0]._parameters) is dict
-    for mine, theirs in zip(ours.ddp.parameters(), plain.ddp.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+def _read(rank: int, world_size: int) -> None:
+    for deferred in (False, True):
+        plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False, deferred=deferred)
+        means = _ema(plain), _ema(ours)
+        for step, (name, read) in enumerate(READERS.items()):
+            assert torch.equal(ours.step(step), plain.step(step)), (name, step)
+            got, expected = [tuple(v.detach().clone() for v in read(loop)) for loop in (ours, plain)]
+            for mine, theirs in zip(got, expected, strict=True):
+                assert torch.equal(mine, theirs), name
+        for step in range(3):
+            assert torch.equal(ours.step(step), plain.step(step)), step
+            expected, got = (tuple(read()) for read in means)
+            for mine, theirs in zip(got, expected, strict=True):
+                assert torch.equal(mine, theirs), f"EMA, {step}"
+        ours.registration.remove()
+        assert type(ours.module[0]._parameters) is dict
+        for mine, theirs in zip(ours.ddp.parameters(), plain.ddp.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
 
 
 def test_whoever_reads_parameters_through_the_model_waits_for_them() -> None:
-    def forms(rank: int, world_size: int) -> None:
-        for deferred in (False, True):
-            _read(rank, world_size, deferred)
-
-    run_ranks(forms, 2)
+    run_ranks(_read, 2)
 
 
 def _early(rank: int, world_size: int) -> None:
@@ -256,45 +253,32 @@ class _Launches:
         return lambda *args: None
 
 
-def _loss(ddp: nn.Module, step: int, rank: int) -> torch.Tensor:
-    torch.manual_seed(10 * step + rank)
-    loss: torch.Tensor = ddp(torch.randn(4, WIDTH)).square().mean()
-    return loss
-
-
-def _zero(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True, **options)
-
-
-def _launched(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
-    ddp = DistributedDataParallel(_model())
-    zero = _zero(ddp, **options)
-    registration = chain(ZeroStep(zero, gather="forward")).register(ddp)
-    launches = _Launches()
-    for step in range(3):
+def _launched(rank: int, world_size: int) -> list[Any]:
+    noted = []
+    for partition in ("element", "parameter"):
+        ddp = DistributedDataParallel(_model())
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, partition=partition)
+        registration = chain(ZeroStep(zero, gather="forward")).register(ddp)
+        launches = _Launches()
+        for step in range(3):
+            zero.wait()
+            if step == 2:
+                registration.runtime.executor.observer = launches
+            ddp(torch.randn(4, WIDTH)).square().mean().backward()
+            zero.step()
         zero.wait()
-        if step == 2:
-            registration.runtime.executor.observer = launches
-        _loss(ddp, step, rank).backward()
-        zero.step()
-    zero.wait()
-    return launches.noted
+        noted.append(launches.noted)
+    return noted
 
 
-def test_every_rank_gathers_the_parts_of_a_bucket_after_its_reduction() -> None:
+def test_every_rank_gathers_a_bucket_after_its_reduction_in_parts_but_not_whole_parameters() -> None:
     world_size = 3
-    noted = run_ranks(_launched, world_size, {})
+    by_rank = run_ranks(_launched, world_size)
+    noted, whole = zip(*by_rank, strict=True)
     first, *others = ([(label, index) for label, index, _ in rank] for rank in noted)
     assert first == [("reduce_scatter", 0)] + [("all_gather", 0)] * LAYERS
     assert all(other == first for other in others)
     # All ranks together send what one message for the whole bucket would be.
     gathered = sum(sent for rank in noted for _, _, sent in rank[1:])
     assert gathered == LAYERS * LAYER_BYTES * (world_size - 1)
-
-
-def _whole(rank: int, world_size: int) -> None:
-    assert len(_launched(rank, world_size, {"partition": "parameter"})) == 2
-
-
-def test_whole_parameters_are_gathered_by_bucket() -> None:
-    run_ranks(_whole, 2)
+    assert all(len(of_rank) == 2 for of_rank in whole)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join
-from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, plain_run
+from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, plain_run, register
 
 import overlap
 from harness import assert_parity, run_ranks, wrap
@@ -67,17 +68,18 @@ def _made(ddp: Any, form: str) -> ZeroRedundancyOptimizer:
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     if form == "deferred":
         chain(ZeroStep(zero, deferred=True)).register(ddp)
-    elif form == "gathered in forward":
-        chain(ZeroStep(zero, deferred=True, gather="forward")).register(ddp)
     return zero
 
 
-def _clip(rank: int, world_size: int, norm_type: float, max_norm: float) -> None:
-    for form in ("deferred", "gathered in forward", "without a stage"):
+def _clip(rank: int, world_size: int) -> None:
+    for form, (norm_type, max_norm) in itertools.product(
+        ("deferred", "without a stage"), ((2.0, 0.1), (float("inf"), 0.01))
+    ):
         plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
         reference, zero = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), _made(ddp, form)
         is_exact = form == "without a stage"  # The optimizer's order is the model's here.
-        for batch in MLP.batches(rank, steps=5):
+        tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-5, "atol": 1e-7}
+        for batch in MLP.batches(rank, steps=4):
             reference.zero_grad()
             mean_squared_error(plain, batch).backward()
             expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
@@ -89,19 +91,13 @@ def _clip(rank: int, world_size: int, norm_type: float, max_norm: float) -> None
             norms = [torch.zeros_like(norm) for _ in range(world_size)]
             torch.distributed.all_gather(norms, norm)
             assert all(torch.equal(norm, other) for other in norms)
-            tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-5, "atol": 1e-7}
             torch.testing.assert_close(norm, expected, **tolerance)
-        zero.wait()
         for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, **tolerance)
 
 
 def test_clipping_zero_by_hand_is_that_of_plain_ddp() -> None:
-    def norms(rank: int, world_size: int) -> None:
-        for norm_type, max_norm in ((2.0, 0.1), (float("inf"), 0.01)):
-            _clip(rank, world_size, norm_type, max_norm)
-
-    run_ranks(norms, 2)
+    run_ranks(_clip, 2)
 
 
 def _not_clipped(rank: int, world_size: int) -> None:
@@ -156,55 +152,33 @@ def test_a_rank_learns_of_a_gradient_that_is_not_finite_on_another() -> None:
 BATCHES = (7, 4, 5)
 
 
-def _train(
-    ddp: Any,
-    optimizer: Any,
-    case: Case,
-    joinables: list[Any],
-    rank: int,
-    *,
-    clears: bool,
-    steps: bool,
-    join: type[Join],
-) -> Any:
+def _train(ddp: Any, optimizer: Any, case: Case, joinables: list[Any], rank: int, join: type[Join] = Join) -> Any:
+    """With plain DDP's loop, whose ``zero_grad()`` and ``step()`` do nothing where nothing is left to do."""
     with join(joinables):
         for step in range(BATCHES[rank]):
-            if clears:
-                optimizer.zero_grad()
+            optimizer.zero_grad()
             mean_squared_error(ddp, case.batch(step, rank)).backward()
-            if steps:
-                optimizer.step()
+            optimizer.step()
     return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
 
 
 def _uneven(rank: int, world_size: int, case: Case, join: type[Join] = Join, forms: Sequence[str] = ()) -> None:
     plain = wrap(case.model(), **case.ddp_options())
     # What a joined rank holds is brought up to date by DDP at the end; the reference's state is that of the last.
-    reference = _train(
-        plain, torch.optim.AdamW(plain.parameters(), lr=0.01), case, [plain], rank, clears=True, steps=True, join=join
-    )
+    reference = _train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), case, [plain], rank, join)
     for form in forms or FORMS:
-        options = FORMS[form]
-        if options is None and case.find_unused_parameters:
-            continue
         ddp = wrap(case.model(), **case.ddp_options())
-        zero = ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=options is not None
-        )
-        if options is not None:
-            chain(ZeroStep(zero, **options)).register(ddp)
-        steps = options is None or not options.get("automatic")
-        ours = _train(ddp, zero, case, [ddp, zero], rank, clears=options is None, steps=steps, join=join)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
+        register(FORMS[form], ddp, zero)
+        ours = _train(ddp, zero, case, [ddp, zero], rank, join)
         what = f"{form}, {world_size} ranks"
         if world_size == 2:
             assert_parity(ours, reference, what=what)
         else:
             assert_parity(ours, reference, what=what, exact=False, rtol=1e-3, atol=1e-4, reason="order of summation")
-        states = []
-        for to in range(world_size):
-            zero.consolidate_state_dict(to)
-            states += [zero.state_dict()] if to == rank else []
-        assert states[0]["state"][0]["step"] == max(BATCHES[:world_size]), "updated in every step, on every rank"
+        zero.consolidate_state_dict(to=None)
+        steps = zero.state_dict()["state"][0]["step"]
+        assert steps == max(BATCHES[:world_size]), "updated in every step, on every rank"
 
 
 def test_join_equals_plain_ddp_under_join() -> None:
@@ -224,7 +198,7 @@ def _unused(rank: int, world_size: int) -> None:
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
     chain(ZeroStep(zero)).register(ddp)
     with pytest.raises(UnsupportedError, match=r"PyTorch's Join with find_unused.*overlap\.Join\("):
-        _train(ddp, zero, UNUSED_ON_SOME_RANKS, [ddp, zero], rank, clears=False, steps=True, join=Join)
+        _train(ddp, zero, UNUSED_ON_SOME_RANKS, [ddp, zero], rank)
 
 
 def test_join_equals_plain_ddp_if_ranks_use_a_branch_in_turn_and_pytorchs_is_refused() -> None:
@@ -238,7 +212,7 @@ def _without_zero(rank: int, world_size: int) -> None:
     match = r"Join\(\[ddp, zero\]\)" if rank == 1 else "rank 1"
     error: Any = TrainingLoopError if rank == 1 else Exception
     with pytest.raises(error, match=match):
-        _train(ddp, zero, MLP, [ddp], rank, clears=False, steps=True, join=Join)
+        _train(ddp, zero, MLP, [ddp], rank)
 
 
 def test_a_join_without_zero_is_refused_if_zero_acts_outside_of_backward() -> None:
