@@ -195,7 +195,6 @@ REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
     "LAMB by element": (LAMB, {"partition": "element"}, "LAMB does not update each element .*partition='parameter'"),
     "blockwise by element": (BlockwiseAdamW, {"partition": "element"}, "each element by itself"),
     "LBFGS": (PLAIN.LBFGS, {}, r"step\(closure\)"),
-    "SparseAdam": (PLAIN.SparseAdam, {}, "sparse gradients"),
 }
 
 
