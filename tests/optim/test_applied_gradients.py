@@ -98,17 +98,15 @@ def _refused(cell: str, pattern: str = "gradient of") -> Iterator[None]:
     assert pattern in said, f"{cell}: {said}"
 
 
-def _models(form: str, **options: Any) -> tuple[Any, Any, Any]:
-    view = {"gradient_as_bucket_view": True} if "released" in form else {}
-    reference, ddp = (wrap(MLP.model(), **{**MLP.ddp_options(), **view, **options}) for _ in range(2))
-    return reference, ddp, _register(form, ddp)
+def _model(**options: Any) -> Any:
+    return wrap(MLP.model(), **MLP.ddp_options(), **options)
 
 
 def _matrix(rank: int, world_size: int) -> None:
     for form in (*READABLE, *HIDDEN):
         for view in (True,) if form != "interleaved" else (False, True):
-            reference, ddp, optimizer = _models(form, gradient_as_bucket_view=view)
-            plain = SGD(reference.parameters())
+            reference, ddp = (_model(gradient_as_bucket_view=view) for _ in range(2))
+            plain, optimizer = SGD(reference.parameters()), _register(form, ddp)
             for step in range(3):  # DDP builds its buckets anew after the first.
                 plain.zero_grad()
                 backward(reference, step, rank)
@@ -168,7 +166,8 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 def _changed(rank: int, world_size: int) -> None:
     for form in ("interleaved", "zero in forward"):
         for name, (change, words) in CHANGES.items():
-            _, ddp, optimizer = _models(form)
+            ddp = _model()
+            optimizer = registered(form, ddp)
             for step in range(2):
                 optimizer.zero_grad()
                 backward(ddp, step, rank)
@@ -182,7 +181,8 @@ def _changed(rank: int, world_size: int) -> None:
                         optimizer.step()
                 else:
                     optimizer.step()
-    _, ddp, optimizer = _models("interleaved")
+    ddp = _model()
+    optimizer = registered("interleaved", ddp)
     backward(ddp, 0, rank)
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(TrainingLoopError, match="the list of parameters of parameter group 0 was changed"):
@@ -208,12 +208,13 @@ FIRST_REMEDIES = {
 
 def _edited_parts(rank: int, world_size: int) -> None:
     for form, remedy in FIRST_REMEDIES.items():
-        _, ddp, _ = _models(form)
+        ddp = _model()
+        registered(form, ddp)
         backward(ddp, 0, rank)
         with _refused(form, remedy), torch.no_grad():
             _center(ddp.parameters())
-    reference, ddp, zero = _models("zero deferred behind a reducer")  # The remedy that the message names.
-    plain = SGD(reference.parameters())
+    reference, ddp = _model(), _model()
+    plain, zero = SGD(reference.parameters()), registered("zero deferred behind a reducer", ddp)  # As the message says.
     for step in range(3):
         for model, optimizer in ((reference, plain), (ddp, zero)):
             optimizer.zero_grad()
