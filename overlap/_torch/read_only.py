@@ -41,7 +41,6 @@ class Attempt(Enum):
     WRITE = "write"
     READ = "read"
     ACCUMULATE = "accumulate"  # A backward adds to it.
-    SEND = "send"  # A collective of torch.distributed.
     UNSCALE = "unscale"  # torch.amp.GradScaler divides it by the scale, or looks whether it is finite.
 
 
@@ -49,8 +48,10 @@ class Terms:
     """What the loop may do with a set of gradients, and the error for everything else; here of those that have outlived
     their own terms."""
 
-    allows_unscaling = False
-    """Whether ``GradScaler`` may unscale the tensor inside."""
+    @property
+    def allows_unscaling(self) -> bool:
+        """Whether ``GradScaler`` may unscale the tensor inside."""
+        return False
 
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         """Raise the error for ``attempt`` on ``gradient``."""
@@ -123,7 +124,7 @@ class AppliedGradient(Tensor):
             written[0].terms.refuse(written[0], Attempt.ACCUMULATE if in_backward() else Attempt.WRITE)
         given = list(_of_type((*args, *kwargs.values())))
         if func.namespace == "c10d":
-            given[0].terms.refuse(given[0], Attempt.SEND)
+            given[0].terms.refuse(given[0], Attempt.WRITE)
         is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
         hidden = next((each for each in given if not each.is_readable or each.plain is None), None)
         if hidden is not None:

@@ -19,42 +19,33 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from overlap._torch.autograd import versions
-from overlap._torch.read_only import AppliedGradient, Attempt, Terms
-from overlap.errors import TrainingLoopError
+from overlap._torch.read_only import AppliedGradient, Terms
 
 __all__ = ["PassGradients", "UsedValues", "and_others"]
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 
 
-class PassGradients(Terms):
+class PassGradients:
     """Of which of an update's parameters the last backward reduced the gradients, and which have been applied.
 
-    These are the terms of gradients that are handed over. The next forward clears a gradient that is still the tensor
-    that ``step()`` left, at the same version; what the loop has put there or zeroed stays.
+    The next forward clears a gradient that is still the tensor that ``step()`` left, at the same version; what the loop
+    has put there or zeroed stays.
 
     Args:
         owns: whether the gradient of a parameter is this update's to clear.
-        error: makes the error for an attempt to use a gradient that is not the loop's.
-        on_zero: called before ``zero_grad(set_to_none=False)`` of the model zeroes gradients; may raise.
+        terms: of the gradients that are handed over.
     """
 
-    def __init__(
-        self,
-        owns: Callable[[Tensor], bool],
-        *,
-        error: Callable[[Tensor | None, Attempt], TrainingLoopError] = lambda parameter, attempt: TrainingLoopError(),
-        on_zero: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, owns: Callable[[Tensor], bool], terms: Terms) -> None:
         self.owns = owns
-        self._error = error
-        self._on_zero = on_zero
+        self._terms = terms
         self.reduced: dict[int, Tensor] = {}
         """By ``id``, the parameters whose gradients came in a bucket of the last backward."""
         self.applied: dict[int, Tensor] = {}
@@ -64,17 +55,13 @@ class PassGradients(Terms):
         ``.grad``."""
         self.released: set[int] = set()
         """By ``id``, those whose gradients were applied, and their memory released."""
-        self.is_replayed = False
-        """Whether the pass was a replay, after which ``Join`` puts the mean into ``.grad``: nothing there is the
-        loop's."""
-        self._has_parts = False
+        self.has_parts = False
+        """Whether ``.grad`` is the mean only where this rank owns it, after the last backward."""
         self._handed: list[tuple[Tensor, weakref.ref[AppliedGradient]]] = []
         # By id of the parameter, those that are not handed over: to make one takes longer.
         self._spare: dict[int, AppliedGradient] = {}
-        # What step() left in .grad: parameters, gradients and their versions; and the views of DDP's buckets that some
-        # of those gradients stand for.
-        self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
-        self._views: list[tuple[Tensor, weakref.ref[Tensor], Tensor]] = []
+        # What step() left in .grad: parameters, gradients, their versions, and the views that some of them stand for.
+        self._left: list[tuple[Tensor, weakref.ref[Tensor], int, Tensor | None]] = []
         # Parameters whose gradients a forward has cleared.
         self._cleared: list[Tensor] = []
 
@@ -88,11 +75,7 @@ class PassGradients(Terms):
     def forget(self) -> None:
         """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
         self.reduced, self.applied, self.released = {}, {}, set()
-        self._handed, self._left, self._views, self.is_replayed = [], [], [], False
-
-    def note_reduced(self, owned: Mapping[int, Tensor]) -> None:
-        """A bucket has been reduced that holds the gradients of ``owned``, this update's parameters by ``id``."""
-        self.reduced.update(owned)
+        self._handed, self._left = [], []
 
     def note_applied(self, parameters: Collection[Tensor]) -> None:
         """The gradients of these parameters, all of them this update's, have been applied."""
@@ -100,12 +83,10 @@ class PassGradients(Terms):
 
     # Between backward and step().
 
-    def hand_over(self, *, parts: bool = False, allows_unscaling: bool = False) -> None:
-        """Give the loop the gradients that were applied, to be read; or with ``parts``, where this rank has only a part
-        of each, stand-ins for all that were reduced, which cannot be read. Nor can a released gradient.
-        ``GradScaler`` may unscale them where the update ``allows_unscaling``."""
-        self._has_parts, self.allows_unscaling = parts, allows_unscaling
-        spare, handed = self._spare, self._handed
+    def hand_over(self) -> None:
+        """Give the loop the gradients that were applied, to be read; or where this rank has only a part of each,
+        stand-ins for all that were reduced, which cannot be read. Nor can a released gradient."""
+        parts, spare = self.has_parts, self._spare
         for key, parameter in (self.reduced if parts else self.applied).items():
             gradient = parameter.grad
             if key in self.released:
@@ -116,10 +97,10 @@ class PassGradients(Terms):
                 gradient = gradient.plain
             wrapper, like = spare.pop(key, None), parameter if gradient is None else gradient
             if wrapper is None or wrapper.stride() != like.stride():
-                wrapper = AppliedGradient(gradient, like, weakref.ref(parameter), self)
+                wrapper = AppliedGradient(gradient, like, weakref.ref(parameter), self._terms)
             wrapper.plain, wrapper.is_readable = gradient, not parts
             parameter.grad = wrapper
-            handed.append((parameter, weakref.ref(wrapper)))
+            self._handed.append((parameter, weakref.ref(wrapper)))
 
     def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
         """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
@@ -146,14 +127,13 @@ class PassGradients(Terms):
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Within it ``.grad`` are ordinary tensors; what this rank has only in part is handed over again afterwards."""
-        parts = self._has_parts
-        if parts:
+        if self.has_parts:
             self._take(keeps_empty=True)
         try:
             yield
         finally:
-            if parts:
-                self.hand_over(parts=True, allows_unscaling=True)
+            if self.has_parts:
+                self.hand_over()
 
     def take_replaced(self) -> list[Tensor]:
         """Parameters in whose ``.grad`` the loop has put something else than was handed over, each once; that counts as
@@ -165,38 +145,34 @@ class PassGradients(Terms):
         if replaced:
             ids = set(map(id, replaced))
             self._handed = [(p, wrapper) for p, wrapper in self._handed if id(p) not in ids]
-            self._left += [(p, weakref.ref(p.grad), p.grad._version) for p in replaced if p.grad is not None]
+            self._left += [(p, weakref.ref(p.grad), p.grad._version, None) for p in replaced if p.grad is not None]
         return replaced
 
     # From step() to the next forward.
 
     def take_back(self) -> None:
-        """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none."""
-        if not self._has_parts:
-            self._take(keeps_empty=True)
-        self.note_left()
-
-    def note_left(self) -> None:
-        """Note the gradients that were applied as they are now; the next forward clears them if they still are.
+        """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none;
+        and note those that were applied as they are now, for the next forward to clear.
 
         Views of a bucket of DDP's share one version counter, so that an edit of one would count for all. So until then
         other views take their place, each with a counter of its own.
         """
+        if not self.has_parts:
+            self._take(keeps_empty=True)
         self._left = left = []
         for parameter in self.applied.values():
-            gradient = parameter.grad
+            gradient, view = parameter.grad, None
             if gradient is None or type(gradient) is AppliedGradient:
                 continue
             if gradient._is_view():
                 view, gradient = gradient, gradient.data
                 parameter.grad = gradient
-                self._views.append((parameter, weakref.ref(gradient), view))
-            left.append((parameter, weakref.ref(gradient), gradient._version))
+            left.append((parameter, weakref.ref(gradient), gradient._version, view))
 
     def as_left(self) -> list[Tensor]:
-        """Parameters whose gradients are still what :meth:`note_left` noted."""
+        """Parameters whose gradients are still what :meth:`take_back` noted."""
         found: list[Tensor] = []
-        for parameter, noted, version in self._left:
+        for parameter, noted, version, _ in self._left:
             gradient = parameter.grad
             if gradient is not None and gradient is noted() and gradient._version == version:
                 found.append(parameter)
@@ -208,7 +184,7 @@ class PassGradients(Terms):
 
     def has_added_to_applied(self) -> bool:
         """Whether a backward may have added to applied gradients: ``.grad`` is still the tensor that was left."""
-        return any(p.grad is not None and p.grad is noted() for p, noted, _ in self._left)
+        return any(p.grad is not None and p.grad is noted() for p, noted, _, _ in self._left)
 
     def has_changed_applied(self) -> bool:
         """Whether the loop has changed a gradient since it was applied, or has put another in its place."""
@@ -216,10 +192,11 @@ class PassGradients(Terms):
         there = (p for p in self.applied.values() if p.grad is not None and id(p) not in left)
         return any(type(p.grad) is not AppliedGradient for p in there)
 
-    def clear_applied(self) -> None:
-        """Clear the gradients that were applied and are as they were left."""
+    def clear_applied(self, *, is_replay: bool) -> None:
+        """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
+        has put them there, and not the loop."""
         handed = self._take() if self._handed else []
-        for parameter in handed + (list(self.applied.values()) if self.is_replayed else self.as_left()):
+        for parameter in handed + (list(self.applied.values()) if is_replay else self.as_left()):
             parameter.grad = None
             self._cleared.append(parameter)
         self._put_views_back()
@@ -251,7 +228,7 @@ class PassGradients(Terms):
         """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
         for parameter in (p for p in self.applied.values() if type(p.grad) is AppliedGradient):
             parameter.grad = None
-        for parameter in (p for p, noted, _ in self._left if p.grad is noted()):
+        for parameter in (p for p, noted, _, _ in self._left if p.grad is noted()):
             parameter.grad = None
         self._put_views_back()
         self._spare = {}
@@ -259,23 +236,9 @@ class PassGradients(Terms):
         self._cleared = []
 
     def _put_views_back(self) -> None:
-        views, self._views = self._views, []
-        for parameter, alone, view in views:
-            if parameter.grad is not None and parameter.grad is alone():
+        for parameter, noted, _, view in self._left:
+            if view is not None and parameter.grad is not None and parameter.grad is noted():
                 parameter.grad = view
-
-    # Terms: a gradient that was handed over is used by the loop.
-
-    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
-        raise self._error(gradient.parameter(), attempt)
-
-    @torch.no_grad()
-    def zero(self, gradient: AppliedGradient) -> None:
-        self._on_zero()
-        parameter = gradient.parameter()
-        if parameter is None or parameter.grad is not gradient:
-            self.refuse(gradient, Attempt.WRITE)
-        parameter.grad = torch.zeros_like(parameter) if gradient.plain is None else gradient.plain.zero_()
 
 
 def _references_of_a_local() -> int:
@@ -309,8 +272,7 @@ class UsedValues:
                     if not set(before[key]) <= set(now[key]):
                         return f"the list of parameters of parameter group {place} was changed"
                 elif key not in now or now[key] != before[key]:
-                    was, shown = _shown(before[key]), _shown(now.get(key))
-                    return f"{key!r} of parameter group {place} was changed from {was} to {shown}"
+                    return f"{key!r} of parameter group {place} was changed from {before[key]!r} to {now.get(key)!r}"
         now_versions = versions(self._parameters)
         if now_versions == self._versions:
             return None
@@ -340,10 +302,6 @@ def _content(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _content(each) for key, each in value.items()}
     return value if type(value) in _PLAIN else id(value)
-
-
-def _shown(value: Any) -> str:
-    return value[0] if isinstance(value, tuple) and value[:1] == ("another tensor",) else repr(value)
 
 
 def and_others(names: Sequence[Any], noun: str = "other") -> str:

@@ -16,12 +16,13 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import compress
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from overlap._torch.read_only import Attempt
+from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import TrainingLoopError, hide_internal_frames
 from overlap.hooks.stage import StageContext
 from overlap.optim.gradients import PassGradients, UsedValues, and_others
@@ -94,8 +95,8 @@ _SECOND_BACKWARD = Refusal(
     then=Phase.FAILED,
 )
 _ADDED_TO_APPLIED = Refusal(
-    "a backward has added to gradients that had been applied already, since no forward came after {step} to clear "
-    "them: call zero_grad() before a backward whose forward ran before {step}",
+    "a backward adds to gradients that have been applied, since no forward came after {step} to clear them: call "
+    "zero_grad() after {step}, or run a forward of the model before the backward",
     then=Phase.FAILED,
 )
 _APPLIED_TWICE = Refusal(
@@ -115,14 +116,14 @@ _FAILED = Refusal(
     "the last backward or update raised, so gradients are neither this rank's own nor the mean, and {step} cannot "
     "apply them: discard them with zero_grad(), or run forward and backward again"
 )
-_CANNOT_DISCARD = Refusal(
-    "zero_grad() between backward and {step} would discard this backward, but its update was made in backward already: "
-    "use {deferred}, whose update can still be skipped, or call {step} first; if the loss is not this optimizer's, "
-    "run its backward in `with {skip}:`"
-)
-_CANNOT_LOAD = Refusal(
-    "load_state_dict() between backward and {step}: the update was made in backward, with the state from before; use "
+_TOO_LATE = (
+    " between backward and {step}, but the update was made in backward already, and plain DDP makes it in {step}: use "
     "{deferred}, or call {step} first"
+)
+_CHANGED = "{what}" + _TOO_LATE
+_CANNOT_LOAD = Refusal("load_state_dict()" + _TOO_LATE)
+_CANNOT_DISCARD = Refusal(
+    "zero_grad()" + _TOO_LATE + "; if the loss is not this optimizer's, run its backward in `with {skip}:`"
 )
 _CANNOT_DISCARD_UNDER_JOIN = Refusal(
     "under Join a backward cannot be discarded or added to before {step}: ranks that have run out of inputs have made "
@@ -136,39 +137,31 @@ SCALED_UNDER_JOIN = (
     "GradScaler decides after backward whether to step, and ranks that have run out of inputs are not told: leave the "
     "scaler out under Join (bfloat16 needs none), or give every rank the same number of batches"
 )
-_REFUSED_ATTEMPTS: Mapping[str, str] = {
-    "write": "the gradient of {name} cannot be changed after backward: its update was made in backward. Use {edits}, "
-    "which is exact for any edit; or ClipGradNorm(max_norm) in the chain to clip, and "
-    "torch.nn.utils.get_total_norm(gradients) to read a norm",
-    "part": "the gradient of {name} is the mean over ranks only where this rank owns it, so it can neither be read nor "
-    "changed after backward: use {edits}, which has the whole mean on every rank and is exact for any edit; or "
-    "ClipGradNorm(max_norm) in the chain to clip",
-    "read": "the gradient of {name} can no longer be read: it was released, or this rank had only a part of it; keep a "
-    ".clone() of a gradient that is needed later",
-    "released": "the gradient of {name} was released in backward, so it can neither be read nor changed: use {edits}, "
-    "which is exact for any edit, release_gradients=False to read it, or ClipGradNorm(max_norm) in the chain to clip",
-    "accumulate": "a second backward began before {step}, and adds to the gradient of {name}, whose update was made in "
-    "the first: use {edits}, or call backward once, on the sum of the losses",
-    "accumulate part": "a second backward began before {step}, and adds to the gradient of {name}, of which this rank "
-    "has only its part of the mean: call {step} after each synchronized backward, run all but the last under "
-    "ddp.no_sync(), or use {edits}",
-    "accumulate applied": "a backward adds to the gradient of {name}, which has been applied: call zero_grad() after "
-    "{step}, or run a forward of the model first",
-    "send": "the gradient of {name} cannot be sent by a collective: it is the mean over ranks, and its update was made "
-    "in backward. Send a .clone(), or use {edits}",
-    "unscale": SCALED_IN_BACKWARD,
-}
-"""Errors for uses of a gradient that was handed over, by :class:`~overlap._torch.read_only.Attempt`."""
+_WRITTEN = (
+    "the gradient of {name} cannot be changed after backward: its update was made in backward. Use {edits}, which is "
+    "exact for any edit; or ClipGradNorm(max_norm) in the chain to clip, torch.nn.utils.get_total_norm(gradients) to "
+    "read a norm, and a .clone() to send it by a collective"
+)
+_PART_USED = (
+    "the gradient of {name} is the mean over ranks only where this rank owns it, so it can neither be read nor changed "
+    "after backward: use {edits}, which has the whole mean on every rank and is exact for any edit; or "
+    "ClipGradNorm(max_norm) in the chain to clip"
+)
+_RELEASED_USED = (
+    "the gradient of {name} was released in backward, so it can neither be read nor changed: use {edits}, which is "
+    "exact for any edit, release_gradients=False to read it, or ClipGradNorm(max_norm) in the chain to clip"
+)
+_ACCUMULATED = (
+    "a second backward began before {step}, and adds to the gradient of {name}, which the first one has reduced: call "
+    "backward once, on the sum of the losses, run all but the last forward and backward of a step under "
+    "ddp.no_sync(), or use {edits}"
+)
 _UNREDUCED = (
     "{step} cannot apply gradients that were not reduced over ranks ({names}): for the last forward and backward of a "
     "step call ddp(x), not model(x) or ddp.module(x), outside of ddp.no_sync(), and backward() without inputs=...; "
     "freeze or unfreeze parameters before DistributedDataParallel is made. Gradients that the loop computes itself, by "
     "torch.autograd.grad, say, are reduced by torch.autograd.backward(list(ddp.parameters()), gradients) after a "
     "forward of ddp, in place of p.grad = ..."
-)
-_CHANGED = (
-    "{what} between backward and {step}, but the update had been made in backward already, and plain DDP makes it "
-    "after the change: use {deferred}, or make the change before the backward or after {step}"
 )
 _LEFT_WITHOUT_STEP = Refusal(
     "this rank ran out of inputs between backward and {step}, so its last gradients were never applied: call {step} "
@@ -281,7 +274,7 @@ class refusals_told:  # noqa: N801 (used as a function)
             hide_internal_frames(error)
 
 
-class UpdateLifecycle:
+class UpdateLifecycle(Terms):
     """The phase of one model's update, and which of its gradients are the library's. See [Note: the update lifecycle].
 
     Args:
@@ -307,11 +300,9 @@ class UpdateLifecycle:
         """The model's parameters, where they are known."""
         self.verdict = _NO_VERDICT
         """A stage's, of the last backward: whether the update is to change nothing."""
-        self.has_parts = False
-        """Whether ``.grad`` is the mean only where this rank owns it, after the last backward."""
         self.is_replay = False
         """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
-        self.gradients = PassGradients(clears, error=self._error_for, on_zero=self._on_zero)
+        self.gradients = PassGradients(clears, terms=self)
         self._groups = groups
         self._used: UsedValues | None = None
 
@@ -339,7 +330,7 @@ class UpdateLifecycle:
         self._clear_before_pass()
         if self.phase is Phase.REDUCED and all(p.grad is None for p in self.gradients.reduced.values()):
             self.on_zero_grad()  # The loop has cleared them by itself.
-        self._move(Event.FORWARD)
+        self.phase = self.check(Event.FORWARD)
         if self.phase is Phase.IDLE:
             self.gradients.forget()
         else:
@@ -359,15 +350,15 @@ class UpdateLifecycle:
             self._clear_before_pass()
             if self.phase is Phase.REDUCED and self.is_replay:
                 self.phase = Phase.IDLE  # The others have discarded that backward.
-            self._move(Event.REPLAY)
+            self.phase = self.check(Event.REPLAY)
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
-            self._refuse(_SECOND_BACKWARD)
+            self._raise(_SECOND_BACKWARD)
         elif self.phase is Phase.REDUCED and self.is_joining():
-            self._refuse(replace(_CANNOT_DISCARD_UNDER_JOIN, then=Phase.FAILED))
+            self._raise(replace(_CANNOT_DISCARD_UNDER_JOIN, then=Phase.FAILED))
         elif self.phase is Phase.STEPPED and self.sees_forwards and self.gradients.has_added_to_applied():
-            self._refuse(_ADDED_TO_APPLIED)
+            self._raise(_ADDED_TO_APPLIED)
         else:
-            self._move(Event.BACKWARD)
+            self.phase = self.check(Event.BACKWARD)
         self.outcome = outcome or self.form.outcome
         self.is_replay = is_replay
         self._used = None
@@ -379,16 +370,15 @@ class UpdateLifecycle:
             self.gradients.clear_all(self.names)
         elif self.phase in (Phase.APPLIED, Phase.STEPPED):
             self._refuse_replaced()
-            self.gradients.clear_applied()
+            self.gradients.clear_applied(is_replay=self.is_replay)
 
     def on_reduced(self, outcome: Phase | None = None) -> None:
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
         if self.is_replay:
-            self.gradients.is_replayed = True
             return
-        if self.has_parts or self.phase is not Phase.REDUCED:
-            self.gradients.hand_over(parts=self.has_parts, allows_unscaling=self.phase is Phase.REDUCED)
+        if self.gradients.has_parts or self.phase is not Phase.REDUCED:
+            self.gradients.hand_over()
         if self.phase is Phase.APPLIED and self._groups is not None:
             self._used = UsedValues(self._groups(), list(self.gradients.applied.values()))
 
@@ -398,10 +388,9 @@ class UpdateLifecycle:
             reduced = self.gradients.reduced
             self.gradients.note_applied([p for p in updated if id(p) in reduced] if updated else ())
             self.gradients.take_back()
-            self.gradients.allows_unscaling = False
         self._used = None
         self.verdict = _NO_VERDICT
-        self._move(Event.STEP)
+        self.phase = self.check(Event.STEP)
 
     def on_zero_grad(self, *, set_to_none: bool = True) -> None:
         """``zero_grad()`` is called, and clears what is there.
@@ -413,18 +402,18 @@ class UpdateLifecycle:
         self.verdict = _NO_VERDICT
         is_before_backward = self.phase in (Phase.IDLE, Phase.STEPPED)
         self.gradients.note_zero_grad(set_to_none=set_to_none, restores=is_before_backward)
-        self._move(Event.ZERO_GRAD)
+        self.phase = self.check(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:
             self.gradients.forget()
 
     def on_failure(self) -> None:
         """A stage raised in backward."""
         self._used = None
-        self._move(Event.FAILURE)
+        self.phase = self.check(Event.FAILURE)
 
     def on_update_failure(self) -> None:
         """The optimizer raised in ``step()``."""
-        self._move(Event.UPDATE_FAILURE)
+        self.phase = self.check(Event.UPDATE_FAILURE)
 
     def on_remove(self) -> None:
         """The registration is removed: an optimizer that is left alone must not apply gradients again."""
@@ -432,17 +421,18 @@ class UpdateLifecycle:
             self.gradients.clear_all(self.names)
         self.gradients.clear_for_good()
         self._used = self.context = None
-        self._move(Event.REMOVE)
+        self.phase = self.check(Event.REMOVE)
 
     # Checks of step() before it updates.
 
-    def check(self, event: Event) -> None:
-        """Raises: TrainingLoopError: ``event`` is refused in this phase."""
+    def check(self, event: Event) -> Phase:
+        """The phase that follows ``event``. Raises: TrainingLoopError: it is refused in this one."""
         outcome = TRANSITIONS[event][self.phase]
         if isinstance(outcome, Refusal):
-            self._refuse(outcome)
+            self._raise(outcome)
         if event is Event.ZERO_GRAD and self.phase is Phase.REDUCED and self.is_joining():
-            self._refuse(_CANNOT_DISCARD_UNDER_JOIN)
+            self._raise(_CANNOT_DISCARD_UNDER_JOIN)
+        return outcome
 
     def check_step(self) -> None:
         """Raises: TrainingLoopError: ``step()`` cannot be called now, or the loop has changed a gradient, parameter or
@@ -462,7 +452,9 @@ class UpdateLifecycle:
         reduced = self.gradients.reduced
         local = [p for p in pending if id(p) not in reduced and p in self.names]
         if local and allows_zeros:
-            local = _nonzero(local)
+            # The host waits for all of them at once.
+            flags = torch.stack([p.grad.any() for p in local if p.grad is not None]).tolist()
+            local = list(compress(local, flags))
         if local:
             names = self.names[local[0]] + and_others(local)
             raise TrainingLoopError(_UNREDUCED.format(step=self.form.step, names=names))
@@ -474,7 +466,7 @@ class UpdateLifecycle:
             return
         is_over = is_all and self.form.outcome is not Phase.STEPPED
         if (is_over and self.gradients.has_left()) or self.gradients.has_changed_applied():
-            self._refuse(_APPLIED_TWICE)
+            self._raise(_APPLIED_TWICE)
 
     def _refuse_replaced(self) -> None:
         """Raises: TrainingLoopError: between an update in backward and ``step()`` the loop has put something else into
@@ -484,36 +476,43 @@ class UpdateLifecycle:
 
     def _error_for(self, parameter: Tensor | None, attempt: Attempt, others: str = "") -> TrainingLoopError:
         """The error for an attempt to use a gradient that was handed over."""
-        form = self.form
-        name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
-        kind = attempt.value
-        if attempt is Attempt.ACCUMULATE and self.has_parts and self.phase in (Phase.REDUCED, Phase.FAILED):
-            kind = "accumulate part"
-            if self.context is not None:
+        form, gradients, has_step = self.form, self.gradients, self.form.outcome is not Phase.STEPPED
+        if attempt is Attempt.UNSCALE:
+            message = SCALED_IN_BACKWARD
+        elif attempt is Attempt.ACCUMULATE:
+            message = _ADDED_TO_APPLIED.message if self.phase is Phase.STEPPED and has_step else _ACCUMULATED
+            if gradients.has_parts and self.phase in (Phase.REDUCED, Phase.FAILED) and self.context is not None:
                 # Raised before DDP has seen a gradient of this backward, which it would wait for in the next forward.
                 self.context.note_unfinished()
-        elif attempt is Attempt.ACCUMULATE and self.phase is Phase.STEPPED and form.outcome is not Phase.STEPPED:
-            kind = "accumulate applied"
-        elif attempt in (Attempt.READ, Attempt.WRITE, Attempt.SEND):
-            kind = "released" if id(parameter) in self.gradients.released else "part" if self.has_parts else kind
-        step = "the next forward" if form.outcome is Phase.STEPPED else form.step
+        elif gradients.has_parts and id(parameter) not in gradients.released:
+            message = _PART_USED
+        else:  # What cannot be read, though it is no part, was released, perhaps in a backward before.
+            is_released = attempt is Attempt.READ or id(parameter) in gradients.released
+            message = _RELEASED_USED if is_released else _WRITTEN
+        name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
+        step = form.step if has_step else "the next forward"
         words = {"step": step, "deferred": form.deferred_code, "edits": form.edits}
-        return TrainingLoopError(_REFUSED_ATTEMPTS[kind].format(name=name + others, **words))
+        return TrainingLoopError(message.format(name=name + others, **words))
 
-    def _on_zero(self) -> None:
+    # Terms: the loop uses a gradient that was handed over.
+
+    @property
+    def allows_unscaling(self) -> bool:
+        return self.phase is Phase.REDUCED
+
+    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+        raise self._error_for(gradient.parameter(), attempt)
+
+    @torch.no_grad()
+    def zero(self, gradient: AppliedGradient) -> None:
         if self.phase is Phase.APPLIED:
             self.check(Event.ZERO_GRAD)
+        parameter = gradient.parameter()
+        if parameter is None or parameter.grad is not gradient:
+            self.refuse(gradient, Attempt.WRITE)
+        parameter.grad = torch.zeros_like(parameter) if gradient.plain is None else gradient.plain.zero_()
 
-    # The table.
-
-    def _move(self, event: Event) -> None:
-        outcome = TRANSITIONS[event][self.phase]
-        if isinstance(outcome, Refusal):
-            self._refuse(outcome)
-        else:
-            self.phase = outcome
-
-    def _refuse(self, refusal: Refusal) -> None:
+    def _raise(self, refusal: Refusal) -> NoReturn:
         reduced, owns, form = self.gradients.reduced, self.gradients.owns, self.form
         missing = [name for parameter, name in self.names.items() if id(parameter) not in reduced and owns(parameter)]
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
@@ -521,10 +520,3 @@ class UpdateLifecycle:
         self.phase = refusal.then or self.phase
         words = {"step": form.step, "deferred": form.deferred_code, "skip": form.skip}
         raise TrainingLoopError(refusal.message.format(missing=listed, adds_up=adds_up, **words))
-
-
-def _nonzero(parameters: list[Tensor]) -> list[Tensor]:
-    """Those whose gradient has a value that is not zero; the host waits for all of them at once."""
-    present = [parameter for parameter in parameters if parameter.grad is not None]
-    flags = torch.stack([p.grad.any() for p in present if p.grad is not None]).tolist() if present else []
-    return [parameter for parameter, is_nonzero in zip(present, flags, strict=True) if is_nonzero]

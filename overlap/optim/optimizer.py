@@ -137,11 +137,6 @@ class LoopOptimizer(Optimizer, Joinable):
 
     # The rest of an optimizer.
 
-    @property
-    def is_skipping(self) -> bool:
-        """Whether the loop is in a block of :meth:`skip_update`."""
-        return bool(self.blocks)
-
     @contextmanager
     def skip_update(self) -> Iterator[None]:
         """``with optimizer.skip_update():`` for backwards of a loss that is not this optimizer's.
@@ -248,7 +243,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
 
     Raises:
         ConfigurationError: ``optimizer`` is something else, or is overlapped already.
-        UnsupportedError: it needs a closure or sparse gradients.
+        UnsupportedError: it needs a closure.
 
     >>> optim = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-3))
     >>> chain(AllReduce(), Step(optim)).register(ddp)

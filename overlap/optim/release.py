@@ -187,12 +187,11 @@ class GradientRelease:
 
     Args:
         context: of the stage that registers it.
-        updates: of the updates that release, which gradients of the last backward have been applied, and may go.
+        updates: of the updates that release, which gradients of the last backward have been applied, and may go; they
+            are told which have.
     """
 
     def __init__(self, context: StageContext, updates: Sequence[PassGradients]) -> None:
-        self.released: list[Tensor] = []
-        """The parameters whose gradients of the last backward were released."""
         assert context.ddp is not None, "see check_releasable"
         self._ddp = context.ddp
         self._names = context.names or {}
@@ -222,8 +221,10 @@ class GradientRelease:
 
     def before_gradient(self, parameter: int) -> None:
         """The gradient of the parameter with this ``id`` is about to be written."""
-        if self._pass is _Pass.NONE and not self._may_synchronize:
-            return
+        if self._pass is _Pass.NONE:  # Without a forward that was noted: ``ddp.forward(...)`` may have been called.
+            ddp = self._ddp()
+            if ddp is not None and not backward_may_synchronize(ddp):
+                return
         is_first = self._pass in (_Pass.NONE, _Pass.DUE)
         if is_first:
             self._pass = _Pass.RUNNING
@@ -238,12 +239,6 @@ class GradientRelease:
         if memory is not None:
             memory.wait_until_allocated()
 
-    @property
-    def _may_synchronize(self) -> bool:
-        """For a backward without a forward that was noted: ``ddp.forward(...)`` may have been called."""
-        ddp = self._ddp()
-        return ddp is None or backward_may_synchronize(ddp)
-
     def arrived(self, bucket: Bucket) -> Bucket:
         with self._lock:
             if bucket.index == 0:
@@ -256,7 +251,7 @@ class GradientRelease:
         return bucket
 
     def _begin(self, state: _Pass) -> None:
-        self._pass, self.released = state, []
+        self._pass = state
         for memory in self._memories.values():
             memory.is_done = False
 
@@ -286,16 +281,13 @@ class GradientRelease:
                 memory.allocate()
 
     def _may_go(self, parameter: Tensor, memory: _Memory) -> bool:
-        if self._is_applied(parameter):
+        if any(id(parameter) in update.applied for update in self._updates):
             return True
         gradient = parameter.grad
         if gradient is None:
             # If another rank has used it, DDP is going to set the mean.
             return any(id(parameter) in update.unused for update in self._updates)
         return storage_key(gradient) != memory.key
-
-    def _is_applied(self, parameter: Tensor) -> bool:
-        return any(id(parameter) in update.applied for update in self._updates)
 
     def over(self, *, failed: bool) -> None:
         with self._lock:
@@ -307,7 +299,8 @@ class GradientRelease:
             self._pass = _Pass.NONE
             for memory in [memory for memory in self._memories.values() if memory.is_done]:
                 memory.clear_gradients()
-                self.released += [parameter for parameter in memory.parameters if self._is_applied(parameter)]
+                for update in self._updates:
+                    update.released.update(id(p) for p in memory.parameters if id(p) in update.applied)
                 memory.empty_if_idle()
 
     def _empty_done(self, *, but: int = 0) -> None:

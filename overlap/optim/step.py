@@ -18,7 +18,7 @@ from overlap.optim.declared import check_nothing_before, check_one_eps, check_un
 from overlap.optim.gradients import and_others
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.optimizer import OverlappedOptimizer
-from overlap.optim.stepper import StepGuard, raise_versions
+from overlap.optim.stepper import StepGuard
 from overlap.optim.torch_names import FunctionalOptimizer
 from overlap.optim.update import BucketLayout, Update
 
@@ -147,7 +147,9 @@ class Step(Update[StepLayout]):
     @torch.no_grad()
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         self.optimizer._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
-        raise_versions(list(held), self.optimizer.param_groups)
+        if any(group.get("fused") for group in self.optimizer.param_groups):
+            # Fused kernels do not; a weight that a later node of backward still needs is then autograd's own error.
+            torch.autograd.graph.increment_version(list(held))
 
     def begin(self) -> None:
         optimizer = self.optimizer

@@ -27,14 +27,14 @@ import inspect
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from overlap._checks import described, told
 from overlap._torch.device import has_streams
@@ -56,7 +56,6 @@ __all__ = [
     "Verdict",
     "check_optimizer",
     "grads_replaced",
-    "raise_versions",
     "skips_by_itself",
     "step_whole",
 ]
@@ -74,25 +73,22 @@ _Split = list[tuple[int, dict[str, Any]]]
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
-    """``optimizer`` itself, if it can be stepped without a closure on dense gradients.
+    """``optimizer`` itself, if it can be stepped without a closure.
 
     Raises:
         ConfigurationError: it is not a ``torch.optim.Optimizer``.
-        UnsupportedError: it needs a closure, or sparse gradients.
+        UnsupportedError: it needs a closure.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             f"expected a torch.optim.Optimizer, got {described(optimizer)}; make one, as in "
             "torch.optim.SGD(ddp.parameters(), lr=0.1)"
         )
-    name = type(optimizer).__name__
-    if isinstance(optimizer, SparseAdam):
-        raise UnsupportedError(f"{name} works on sparse gradients, and stages on dense ones; use Adam")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{name} evaluates the model again inside step(closure), so its update cannot be made in backward; "
-            "use plain DDP with it"
+            f"{type(optimizer).__name__} evaluates the model again inside step(closure), so its update cannot be made "
+            "in backward; use plain DDP with it"
         )
     return optimizer
 
@@ -187,8 +183,8 @@ class SubsetStepper:
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
         self._note_written(split, twin)
-        if self._is_fused:
-            torch.autograd.graph.increment_version(parameters)  # See :func:`raise_versions`.
+        if self._is_fused:  # A weight that a later node of backward still needs is then autograd's own error.
+            torch.autograd.graph.increment_version(parameters)
 
     def _note_written(self, split: _Split, twin: Optimizer) -> None:
         """A part has been stepped: compare what it wrote to its groups and to attributes with the parts before it."""
@@ -217,8 +213,14 @@ class SubsetStepper:
         members: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             members.setdefault(self._places[id(parameter)], []).append(parameter)
-        groups = self._optimizer.param_groups
-        return [(place, _entries(groups[place], members[place])) for place in sorted(members)]
+        split: _Split = []
+        for place in sorted(members):
+            group, own = self._optimizer.param_groups[place], members[place]
+            split.append((place, {"params": own}))
+            if "param_names" in group:
+                names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
+                split[-1][1]["param_names"] = [names[id(parameter)] for parameter in own]
+        return split
 
     def refresh(self) -> None:
         """Look at which parameters are in which group now."""
@@ -227,24 +229,6 @@ class SubsetStepper:
             self.layout = layout
             self._splits.clear()
             self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
-
-
-def _entries(group: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    """The entries of ``group`` that list its parameters, with these alone."""
-    if "param_names" not in group:
-        return {"params": parameters}
-    names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
-    return {"params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
-
-
-def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise the version counters of ``parameters`` that were updated in backward, where ``groups`` are fused.
-
-    Fused kernels leave them as they are; with them raised, a weight that a later node of this backward still needs is
-    autograd's own error instead of a wrong gradient.
-    """
-    if any(map(_is_fused, groups)):
-        torch.autograd.graph.increment_version(parameters)
 
 
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
@@ -359,7 +343,12 @@ class StepGuard:
         return False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._comes_through(optimizer) or not self.is_alive():
+        through, wrapper = None if self._through is None else self._through(), optimizer
+        while through is not None and wrapper is not None:
+            if wrapper is through:  # This is its step, or that of one around it.
+                return
+            wrapper = getattr(wrapper, "optimizer", None)  # type: ignore[assignment]
+        if not self.is_alive():
             return
         name = type(optimizer).__name__
         if self._through is not None:
@@ -372,12 +361,3 @@ class StepGuard:
             "or give OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, of a Step "
             "with deferred=True)"
         )
-
-    def _comes_through(self, optimizer: Any) -> bool:
-        """Whether this is the step of the wrapper, or of one around it."""
-        through = None if self._through is None else self._through()
-        while through is not None and optimizer is not None:
-            if optimizer is through:
-                return True
-            optimizer = getattr(optimizer, "optimizer", None)
-        return False

@@ -181,7 +181,7 @@ class Update(UpdateStage, Generic[L]):
         if self.is_sharded:
             bucket = await self.reduce(bucket, layout)
         lifecycle = self.lifecycle
-        lifecycle.gradients.note_reduced(layout.owned)
+        lifecycle.gradients.reduced.update(layout.owned)
         used = None if self.finds_unused is False else await self._used_on_any_rank(bucket, layout.parameters)
         # A rank that replays calls no step(); a sharded update of it is made by a hook of Join, with its collectives.
         if self.leaves_update and (self.is_sharded or not bucket.is_replay):
@@ -284,8 +284,6 @@ class Update(UpdateStage, Generic[L]):
         except BaseException:
             lifecycle.on_failure()
             raise
-        if self.release is not None and not lifecycle.is_replay:
-            lifecycle.gradients.released = {id(p) for p in self.release.released if self.owns_gradient_of(p)}
         lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:
             mark_stepped(self.optimizer)
@@ -405,14 +403,12 @@ def _as_text(value: Any) -> str:
 
 def check_unscaled(transforms: Sequence[Stage]) -> None:
     """Called where ``GradScaler`` is used. Raises: TrainingLoopError: a transform has seen scaled gradients."""
-    transform = next(
-        (stage for stage in transforms if isinstance(stage, Transform) and not stage.commutes_with_scaling), None
-    )
-    if transform is not None:
-        raise TrainingLoopError(
-            f"GradScaler multiplies the loss, so {transform!r} has seen scaled gradients in backward: leave it out, "
-            "and clip in the loop, after scaler.unscale_(optimizer); or use bfloat16, which needs no scaler"
-        )
+    for stage in transforms:
+        if isinstance(stage, Transform) and not stage.commutes_with_scaling:
+            raise TrainingLoopError(
+                f"GradScaler multiplies the loss, so {stage!r} has seen scaled gradients in backward: leave it out, "
+                "and clip in the loop, after scaler.unscale_(optimizer); or use bfloat16, which needs no scaler"
+            )
 
 
 def without_adding_up(form: Form, before: Sequence[Stage]) -> Form:

@@ -178,8 +178,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the learning rate of an earlier step": Mutant(
         "optim/stepper.py",
-        'return {"params": parameters}',
-        'return {**group, "params": parameters}',
+        'split.append((place, {"params": own}))',
+        'split.append((place, {**group, "params": own}))',
         "loops/test_loops.py -k LambdaLR",
     ),
     "unused parameters are updated": Mutant(

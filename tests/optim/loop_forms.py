@@ -14,15 +14,20 @@ from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimize
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def registered(form: str, ddp: Any) -> Any:
-    """The optimizer that the loop holds, with its stage registered; ``form`` is such as ``zero deferred``."""
-    deferred = "deferred" in form
+def registered(form: str, ddp: Any, make: Any = SGD, **options: Any) -> Any:
+    """What the loop holds, its stage registered. ``form`` is such as ``zero deferred``, ``automatic``, ``released``,
+    ``zero in forward``, ``zero by parameter`` or ``zero behind a reducer``; ``options`` are the stage's."""
+    options = {"deferred": "deferred" in form, "release_gradients": "released" in form, **options}
     if form.startswith("zero"):
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, **SGD.keywords)
-        chain(ZeroStep(zero, deferred=deferred)).register(ddp)
+        partition = "parameter" if "by parameter" in form else None
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), make.func, partition=partition, **make.keywords)
+        before = [AllReduce()] if "behind a reducer" in form else []
+        gather = "forward" if "in forward" in form else "backward"
+        chain(*before, ZeroStep(zero, gather=gather, automatic="automatic" in form, **options)).register(ddp)
         return zero
-    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
-    chain(AllReduce(), Step(optimizer, deferred=deferred)).register(ddp)
+    plain = make(ddp.parameters())
+    optimizer = plain if "automatic" in form else OverlappedOptimizer(plain)
+    chain(AllReduce(), Step(optimizer, **options)).register(ddp)
     return optimizer
 
 

@@ -15,57 +15,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loop_forms import SGD, settle
+from loop_forms import SGD, backward, registered, settle
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP
-from overlap import (
-    AllReduce,
-    OverlappedOptimizer,
-    Step,
-    TrainingLoopError,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    allreduce_hook,
-    chain,
-    hook_then_optimizer,
-)
+from overlap import TrainingLoopError, allreduce_hook, hook_then_optimizer
 from overlap._torch.read_only import AppliedGradient
 from overlap.compose import OptimizerHookState
 
 
-def _zero(ddp: Any, **options: Any) -> Any:
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, **options, **SGD.keywords)
-
-
 def _register(form: str, ddp: Any) -> Any:
     """The optimizer that the loop steps; ``None`` where it steps none."""
-    if form in ("automatic", "hook"):
-        optimizer = SGD(ddp.parameters())
-        if form == "automatic":
-            chain(AllReduce(), Step(optimizer)).register(ddp)
-        else:
-            ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+    if form == "hook":
+        state = OptimizerHookState(SGD(ddp.parameters()))
+        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
         return None
-    if not form.startswith("zero"):
-        optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
-        chain(AllReduce(), Step(optimizer, release_gradients=form == "released")).register(ddp)
-        return optimizer
-    zero = _zero(ddp, partition="parameter" if "parameter" in form else None)
-    stages = [AllReduce()] if "behind a reducer" in form else []
-    options = {"gather": "forward"} if "forward" in form else {"release_gradients": True} if "released" in form else {}
-    chain(*stages, ZeroStep(zero, deferred="deferred" in form, **options)).register(ddp)
-    return zero
+    optimizer = registered(form, ddp)
+    return None if form == "automatic" else optimizer
 
 
 READABLE = ("interleaved", "automatic", "hook", "zero behind a reducer")
 HIDDEN = ("released", "zero", "zero released", "zero deferred")
-
-
-def _backward(ddp: Any, step: int, rank: int) -> Any:
-    loss = ddp(*MLP.batch(step, rank).inputs).square().mean()
-    loss.backward()
-    return loss
 
 
 def _first(ddp: Any) -> Any:
@@ -128,28 +98,26 @@ def _refused(cell: str, pattern: str = "gradient of") -> Iterator[None]:
     assert pattern in said, f"{cell}: {said}"
 
 
-def _models(form: str, **options: Any) -> tuple[Any, Any, Any]:
-    view = {"gradient_as_bucket_view": True} if "released" in form else {}
-    reference, ddp = (wrap(MLP.model(), **{**MLP.ddp_options(), **view, **options}) for _ in range(2))
-    return reference, ddp, _register(form, ddp)
+def _model(**options: Any) -> Any:
+    return wrap(MLP.model(), **MLP.ddp_options(), **options)
 
 
 def _matrix(rank: int, world_size: int) -> None:
     for form in (*READABLE, *HIDDEN):
         for view in (True,) if form != "interleaved" else (False, True):
-            reference, ddp, optimizer = _models(form, gradient_as_bucket_view=view)
-            plain = SGD(reference.parameters())
+            reference, ddp = (_model(gradient_as_bucket_view=view) for _ in range(2))
+            plain, optimizer = SGD(reference.parameters()), _register(form, ddp)
             for step in range(3):  # DDP builds its buckets anew after the first.
                 plain.zero_grad()
-                _backward(reference, step, rank)
+                backward(reference, step, rank)
                 if optimizer is None:
                     ddp.zero_grad()
-                _backward(ddp, step, rank)
+                backward(ddp, step, rank)
                 assert all(isinstance(p.grad, AppliedGradient) for p in ddp.parameters())
                 for name, write in WRITES.items() if step == 2 else ():
                     with _refused(f"{form}, view={view}, {name}"):
                         write(ddp)
-                for name, read in READS.items() if step != 1 else ():
+                for name, read in READS.items() if step == 2 else ():
                     cell = f"{form}, view={view}, {name}"
                     if form in HIDDEN:
                         with _refused(cell):
@@ -196,12 +164,13 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 def _changed(rank: int, world_size: int) -> None:
-    for form in ("interleaved", "zero forward"):
+    for form in ("interleaved", "zero in forward"):
         for name, (change, words) in CHANGES.items():
-            _, ddp, optimizer = _models(form)
+            ddp = _model()
+            optimizer = registered(form, ddp)
             for step in range(2):
                 optimizer.zero_grad()
-                _backward(ddp, step, rank)
+                backward(ddp, step, rank)
                 if step == 1:
                     settle(optimizer)
                     expected = (
@@ -212,8 +181,9 @@ def _changed(rank: int, world_size: int) -> None:
                         optimizer.step()
                 else:
                     optimizer.step()
-    _, ddp, optimizer = _models("interleaved")
-    _backward(ddp, 0, rank)
+    ddp = _model()
+    optimizer = registered("interleaved", ddp)
+    backward(ddp, 0, rank)
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(TrainingLoopError, match="the list of parameters of parameter group 0 was changed"):
         optimizer.step()
@@ -238,16 +208,17 @@ FIRST_REMEDIES = {
 
 def _edited_parts(rank: int, world_size: int) -> None:
     for form, remedy in FIRST_REMEDIES.items():
-        _, ddp, _ = _models(form)
-        _backward(ddp, 0, rank)
+        ddp = _model()
+        registered(form, ddp)
+        backward(ddp, 0, rank)
         with _refused(form, remedy), torch.no_grad():
             _center(ddp.parameters())
-    reference, ddp, zero = _models("zero deferred behind a reducer")  # The remedy that the message names.
-    plain = SGD(reference.parameters())
+    reference, ddp = _model(), _model()
+    plain, zero = SGD(reference.parameters()), registered("zero deferred behind a reducer", ddp)  # As the message says.
     for step in range(3):
         for model, optimizer in ((reference, plain), (ddp, zero)):
             optimizer.zero_grad()
-            _backward(model, step, rank)
+            backward(model, step, rank)
             with torch.no_grad():
                 _center(model.parameters())
             optimizer.step()

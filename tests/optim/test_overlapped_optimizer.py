@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import ADAMW, SGD, NoScheduler, overlapped_ddp, plain_ddp
+from step_loops import ADAMW, SGD, overlapped_ddp, plain_ddp
 from torch import nn
 
-from harness import assert_parity, overlapped_step, run_ranks, third_party, train, wrap
+from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -46,11 +46,10 @@ def test_a_copy_has_the_state_and_the_defaults_of_the_original() -> None:
     ("optimizer", "error", "match"),
     [
         (torch.optim.LBFGS(nn.Linear(2, 2).parameters()), UnsupportedError, "LBFGS evaluates the model again"),
-        (torch.optim.SparseAdam(nn.Linear(2, 2).parameters()), UnsupportedError, "SparseAdam works on sparse"),
         ("adam", ConfigurationError, r"expected a torch\.optim\.Optimizer, got str; make one"),
         (OverlappedOptimizer(SGD(nn.Linear(2, 2).parameters())), ConfigurationError, "already"),
     ],
-    ids=["a closure", "sparse gradients", "no optimizer", "overlapped"],
+    ids=["a closure", "no optimizer", "overlapped"],
 )
 def test_what_cannot_be_overlapped_is_refused_by_name(optimizer: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
@@ -135,9 +134,6 @@ def test_params_must_be_the_optimizers() -> None:
             OptimizerHookState(SGD(layer.parameters()), params=params)
 
 
-# What it wraps, and what wraps it.
-
-
 class _Arguments(torch.optim.SGD):
     """Takes more than a closure."""
 
@@ -165,42 +161,3 @@ def _with_arguments(rank: int, world_size: int) -> None:
 
 def test_other_arguments_of_step_reach_a_deferred_step() -> None:
     run_ranks(_with_arguments, 2)
-
-
-class AcceleratedOptimizer(third_party.DelegatingOptimizer):
-    """Has the class name by which Accelerate's is recognized."""
-
-
-class LightningOptimizer:
-    """Made as Lightning's is: it takes on the class of what it wraps, and hands on what it has not."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.__class__ = type("LightningSGD", (type(self), type(optimizer)), {})
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        return self._optimizer.step(closure, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-
-def _unwrapped(rank: int, world_size: int) -> None:
-    batches = MLP.batches(rank, steps=4)
-    reference = train(*plain_ddp(MLP, SGD), batches, scheduler=NoScheduler)
-    for wrapper in (AcceleratedOptimizer, LightningOptimizer):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        overlapped = OverlappedOptimizer(wrapper(SGD(ddp.parameters())))
-        assert type(overlapped.optimizer) is torch.optim.SGD
-        outside = wrapper(overlapped)
-        chain(AllReduce(), Step(outside)).register(ddp)
-        candidate = train(ddp, outside, batches, step_fn=overlapped_step, scheduler=NoScheduler)
-        assert_parity(candidate, reference, what=f"{wrapper.__name__}, inside and around an OverlappedOptimizer")
-
-
-def test_wrappers_of_accelerate_and_lightning_are_taken_off() -> None:
-    run_ranks(_unwrapped, 2)

@@ -340,7 +340,7 @@ class _LocalSGDStage(Stage):
         """Nothing to do to a bucket: parameters are averaged when all are updated."""
         if self.holds_mean:
             self.held.update(zip(bucket.parameters, [each.clone() for each in bucket.gradients], strict=True))
-        self.lifecycle.gradients.note_reduced({id(parameter): parameter for parameter in bucket.parameters})
+        self.lifecycle.gradients.reduced.update({id(parameter): parameter for parameter in bucket.parameters})
 
     def before_forward(self) -> None:
         local = self._local

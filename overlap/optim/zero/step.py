@@ -288,7 +288,7 @@ class ZeroStep(Update[ShardedLayout]):
         super().check_backward(is_replay=is_replay)
         self.wait()
         zero = self.zero
-        if zero.is_skipping and self.form.outcome is not Phase.REDUCED and self.lifecycle.is_joining():
+        if zero.blocks and self.form.outcome is not Phase.REDUCED and self.lifecycle.is_joining():
             raise TrainingLoopError(
                 "skip_update() under Join: ranks that have run out of inputs make the update in backward, and are not "
                 "told that it is skipped; use ZeroStep(zero, deferred=True)"
@@ -313,7 +313,7 @@ class ZeroStep(Update[ShardedLayout]):
         return super().after_backward(failed=failed)
 
     def conclude(self) -> None:
-        self.lifecycle.has_parts = not self.has_whole_mean
+        self.lifecycle.gradients.has_parts = not self.has_whole_mean
         if self.leaves_update:
             self._mark_verdict()
         elif self._gathers_in_forward and not self.lifecycle.verdict.skips(self.stepped):

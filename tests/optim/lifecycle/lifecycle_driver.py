@@ -250,7 +250,7 @@ class Run:
             if not torch.equal(ours.grad, theirs.grad):
                 return f"{where} the gradient of {name} is {_short(ours.grad)}, but of plain DDP {_short(theirs.grad)}"
         if call.name == "save":
-            ours, theirs = self.saved, self.oracle.saved[0]
+            ours, theirs = self.saved, self.oracle.saved
         elif self.form.compares_state_always:
             ours, theirs = self.optimizer.state_dict(), self.oracle.optimizer.state_dict()
         else:

@@ -175,10 +175,6 @@ class Form:
     clears = True
     """Whether what was applied is cleared before the next forward."""
     can_be_removed = True
-    start_step: int | None = None
-    """Steps until ranks train alone; ``None`` for never."""
-    period: int = 1
-    """Steps from one average to the next then."""
 
     def register(self, ddp: DistributedDataParallel, stage: Stage, optimizer: Any) -> Registration:
         with mock.patch.object(executors, "SMALL_BYTES", 2**20 if self.is_inline else 0):
@@ -248,7 +244,8 @@ class ZeroForm(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalForm(Form):
-    """LocalSGD. Its ``step()`` updates: gradients are the loop's to clear, and are applied whatever they are."""
+    """LocalSGD before ranks train alone. Its ``step()`` updates: gradients are the loop's to clear, and are applied
+    whatever they are."""
 
     is_deferred: bool = True
     can_be_removed = False
@@ -259,8 +256,7 @@ class LocalForm(Form):
         return False
 
     def optimizer(self, ddp: DistributedDataParallel) -> Any:
-        options: dict[str, Any] = {"period": self.period, "start_step": self.start_step}
-        return LocalSGD(ddp, self.make(ddp.parameters()), reducer=ArmedReduce(), **options)
+        return LocalSGD(ddp, self.make(ddp.parameters()), reducer=ArmedReduce(), period=1, start_step=1000)
 
     def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
         stage: Stage = optimizer.registration.stage
@@ -286,6 +282,5 @@ FORMS: tuple[Form, ...] = (
     ZeroForm(name="zero_deferred_gather_in_forward", is_deferred=True, gather="forward"),
     ZeroForm(name="zero_released", releases=True),
     ZeroForm(name="zero_inline", is_inline=True, gather="forward", make=adamw),
-    LocalForm(name="local_before_start", start_step=1000, make=adamw),
-    LocalForm(name="local", start_step=3, period=2),
+    LocalForm(name="local_before_start", make=adamw),
 )

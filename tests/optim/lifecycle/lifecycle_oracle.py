@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lifecycle_calls import Call
 from lifecycle_forms import Form
 from torch import Tensor, nn
@@ -63,16 +62,14 @@ class Oracle:
         """DDP waits for gradients: the next backward synchronizes, under ``no_sync``, too."""
         self.is_unfinished = False
         """A backward was refused before DDP saw a gradient; the next forward has DDP forget it."""
-        self.steps = 0
-        """That the loop has made; counted for local SGD."""
-        self.saved = copy.deepcopy(optimizer.state_dict()), 0
+        self.saved = copy.deepcopy(optimizer.state_dict())
 
     # Where calls can be made.
 
     def allows(self, call: Call) -> bool:
         """Whether a training loop can make this call here, as far as plain DDP goes."""
         name = call.name
-        if not self.form.can_be_removed and not self._can_be_local(name):
+        if name in ("remove", "register") and not self.form.can_be_removed:
             return False
         if not self.form.has_whole_gradients and not self._can_be_sharded(name):
             return False
@@ -95,21 +92,6 @@ class Oracle:
         if name in ("remove", "register"):
             return (self.phase == "off") == (name == "register")
         return True
-
-    def _can_be_local(self, name: str) -> bool:
-        """Whether it is told what local SGD does: not where a forward and its backward are of different phases."""
-        if name in ("remove", "register"):
-            return False
-        if name == "load" and self._is_alone and self.saved[1] < (self.form.start_step or 0):
-            return False  # A forward under no_sync would be the first that synchronizes again.
-        if name in ("step", "failing_step", "load", "step_with_closure"):
-            return self.loss is None and not self.synchronizes_next
-        return not (self._is_alone and name in ("incomplete_backward", "failing_backward"))
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether this rank trains alone."""
-        return self.form.start_step is not None and self.steps >= self.form.start_step
 
     def _can_be_sharded(self, name: str) -> bool:
         """Whether plain DDP can tell what a sharded update does: not where ranks apply gradients that differ."""
@@ -256,8 +238,8 @@ class Oracle:
 
     def _forward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if self._begin_forward():
-            self.loss = loss_of(self.ddp.module if self._is_alone else self.ddp, batch)
-            self.synchronizes_next = not self._is_alone or bool(self.form.in_backward)
+            self.loss = loss_of(self.ddp, batch)
+            self.synchronizes_next = True
 
     def _leave_unfinished(self) -> None:
         self.loss, self.synchronizes_next, self.is_unfinished = None, False, True
@@ -355,7 +337,7 @@ class Oracle:
         if not self._begin_forward():
             return
         with self.ddp.no_sync():
-            self.loss = loss_of(self.ddp.module if self._is_alone else self.ddp, batch)
+            self.loss = loss_of(self.ddp, batch)
             if self.synchronizes_next:
                 self._backward(call, outcome, batch)
                 return
@@ -387,7 +369,6 @@ class Oracle:
         self._update(pending)
         if self.phase == "off" and not self.form.has_whole_gradients:
             self.loss = None  # What was gathered is written to all parameters, if nothing was updated, too.
-        self._end_step()
         if self.phase in ("reduced", "applied") and self.form.clears:
             self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
             there = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
@@ -396,18 +377,6 @@ class Oracle:
                 self.handed &= self.released
         if self.phase in ("reduced", "applied") or (self.phase != "off" and self.marks):
             self.phase = "stepped"
-
-    def _end_step(self) -> None:
-        """Of local SGD: counts, and averages at the end of a round."""
-        was_alone = self._is_alone
-        self.steps += 1
-        if self.form.start_step is None or not was_alone or (self.steps - self.form.start_step) % self.form.period:
-            return
-        with torch.no_grad():
-            for parameter in self.parameters:
-                dist.all_reduce(parameter)
-                parameter.div_(dist.get_world_size())
-        self.loss = None
 
     def _failing_step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if outcome != "ArmedError":
@@ -510,12 +479,11 @@ class Oracle:
             self.marks[place] = mark
 
     def _save(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
-        self.saved = copy.deepcopy(self.optimizer.state_dict()), self.steps
+        self.saved = copy.deepcopy(self.optimizer.state_dict())
 
     def _load(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if outcome == "ok":
-            state, self.steps = copy.deepcopy(self.saved)
-            self.optimizer.load_state_dict(state)
+            self.optimizer.load_state_dict(copy.deepcopy(self.saved))
 
     def _set_lr(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         for group in self.optimizer.param_groups:
