@@ -56,9 +56,20 @@ class _Training:
         self.ddp(torch.randn(4, 256)).square().mean().backward()
 
 
-def _kept_by_a_cycle(rank: int) -> None:
+def _stepped(ddp: DistributedDataParallel) -> Registration:
+    optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters()))
+    registration = chain(AllReduce(), Step(optimizer)).register(ddp)
+    for _ in range(4):
+        ddp(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    return registration
+
+
+def _leave_all(rank: int) -> None:
+    """One kept by a cycle, the other by a name that is not the module's."""
     training: Any = _Training()
     training.itself = training
+    _stepped(DistributedDataParallel(torch.nn.Linear(64, 64)))
 
 
 def _destroy_and_wait(rank: int) -> None:
@@ -76,29 +87,15 @@ def _raise_in_backward(rank: int) -> None:
     training.backward()
 
 
-def _stepped() -> tuple[DistributedDataParallel, Registration]:
+def _destroy(rank: int) -> None:
+    """With a chain that was removed, quantized collectives, and an average in flight."""
     ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
-    optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters()))
-    registration = chain(AllReduce(), Step(optimizer)).register(ddp)
+    _stepped(ddp).remove()
     for _ in range(4):
         ddp(torch.randn(4, 64)).square().mean().backward()
-        optimizer.step()
-    return ddp, registration
-
-
-def _step_and_nothing(rank: int) -> None:
-    _stepped()
-
-
-def _removed_then_plain(rank: int) -> None:
-    ddp, registration = _stepped()
-    registration.remove()
+    all_reduce = auto_quantize(dist.all_reduce, DQuantType.INT8)
     for _ in range(4):
-        ddp(torch.randn(4, 64)).square().mean().backward()
-    dist.destroy_process_group()
-
-
-def _average_in_flight_and_destroy(rank: int) -> None:
+        all_reduce(torch.randn(4096))
     ddp = DistributedDataParallel(torch.nn.Linear(512, 512))
     local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2, start_step=0, overlap=True)
     for _ in range(4):
@@ -109,21 +106,11 @@ def _average_in_flight_and_destroy(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _quantized(rank: int) -> None:
-    all_reduce = auto_quantize(dist.all_reduce, DQuantType.INT8)
-    for _ in range(4):
-        all_reduce(torch.randn(4096))
-    dist.destroy_process_group()
-
-
 ENDS: dict[str, tuple[Loop, int]] = {
-    "nothing, kept in a cycle": (_kept_by_a_cycle, 0),
+    "nothing": (_leave_all, 0),
+    "destroy_process_group": (_destroy, 0),
     "destroy_process_group, wait": (_destroy_and_wait, 0),
     "an exception in backward": (_raise_in_backward, _RAISED),
-    "Step, nothing": (_step_and_nothing, 0),
-    "remove, plain DDP, destroy_process_group": (_removed_then_plain, 0),
-    "an average in flight, destroy_process_group": (_average_in_flight_and_destroy, 0),
-    "auto_quantize": (_quantized, 0),
 }
 
 

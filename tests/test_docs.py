@@ -122,7 +122,7 @@ def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_program_that_is_shown_is_the_smallest_example() -> None:
-    """That one runs under torchrun in ``test_examples.py``; every other block runs after the lines of the reference."""
+    """That one runs in ``test_examples.py``; every other block runs after the lines of the reference."""
     example = (ROOT / "examples" / "train.py").read_text().split("\n\n", 1)[1]
     programs = {_name(page): block for page in SHOWN for block in _blocks(page) if _is_program(block)}
     assert programs.pop("README.md") == f"# torchrun --nproc-per-node 2 train.py\n{example}"

@@ -21,15 +21,19 @@ LAZY = pytest.mark.parametrize("package", [overlap, overlap.optim], ids=lambda p
 
 
 def test_the_package_imports_nothing_and_a_chain_no_compiler_and_nothing_that_only_commands_need() -> None:
+    pickled = pickle.dumps([overlap.Int8(), overlap.ConfigurationError, overlap.ZeroStep])
     program = (
         "import sys, torch; before = set(sys.modules)\n"
         "import overlap; print(*set(sys.modules) - before)\n"
         "from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, Timeline, chain\n"
-        "print(*set(sys.modules) - before)"
+        "print(*set(sys.modules) - before)\n"
+        f"import pickle; print(pickle.loads({pickled!r}))"
     )
     shown = subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, capture_output=True, text=True)
-    alone, added = (set(line.split()) for line in shown.stdout.splitlines())
-    assert alone == {"overlap", "overlap._lazy"}
+    alone, names, loaded = shown.stdout.splitlines()
+    assert set(alone.split()) == {"overlap", "overlap._lazy"}
+    assert loaded == "[Int8(), <class 'overlap.errors.ConfigurationError'>, <class 'overlap.optim.zero.step.ZeroStep'>]"
+    added = set(names.split())
     assert not added & {*SLOW, *EXTRAS}
     # Ours, and a dozen small ones of PyTorch's.
     assert len([name for name in added if not name.startswith("overlap")]) < 40
@@ -74,16 +78,3 @@ def test_lazy_names_are_listed_starred_and_refused_as_others(package) -> None:
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'chian'"):
         _ = package.chian
     assert not hasattr(package, "nothing_like_it")
-
-
-def test_a_pickled_object_is_loaded_where_only_the_package_was_imported() -> None:
-    data = pickle.dumps([overlap.Int8(), overlap.ConfigurationError, overlap.ZeroStep])
-    program = f"import pickle, overlap; print(*pickle.loads({data!r}))"
-    shown = subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, capture_output=True, text=True)
-    assert shown.stdout.split() == [
-        "Int8()",
-        "<class",
-        "'overlap.errors.ConfigurationError'>",
-        "<class",
-        "'overlap.optim.zero.step.ZeroStep'>",
-    ]
