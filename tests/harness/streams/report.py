@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from .clocks import Access, Frame
 
-__all__ = ["Fault", "HostSync", "Report"]
-
 
 @dataclass(frozen=True)
 class Fault:
