@@ -86,8 +86,8 @@ class BucketShards:
         """One of the parameters."""
         self.numel = sum(shard.parameter.numel() for shard in self._shards)
         """How many elements the sharded parameters have."""
-        self.owned = [shard for shard in self._shards if shard.own is not None]
-        """The shards that this rank's optimizer has a part of, which may be empty."""
+        self.own_parameters = [shard.parameter for shard in self._shards if shard.own is not None]
+        """Those of which this rank's optimizer has a part, which may be empty."""
         self._has_whole = any(shard.is_whole and shard.parameter.dim() for shard in self._shards)
         self.is_even = packs_all and not self._has_whole
         """Whether the segments are of one length, so that a collective can send them."""
@@ -180,7 +180,7 @@ class BucketShards:
         return list(map(flat.__getitem__, self._rest_slices))
 
     def gradients(self, flat: Tensor) -> list[Tensor]:
-        """This rank's part of each of :attr:`owned` in a flat buffer of gradients, empty parts included."""
+        """This rank's part of each of :attr:`own_parameters` in a flat buffer of gradients, empty parts included."""
         return list(map(flat.__getitem__, self._owned_slices))
 
     def means(self, flat: Tensor) -> tuple[Tensor | None, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -49,7 +49,7 @@ from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
 from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
-from overlap.optim.zero.shards import Extent, Partition, Shard, copy_options, flatten, publish
+from overlap.optim.zero.shards import Partition, Shard, copy_options, flatten, publish
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, group_all_reduce, group_broadcast, of_all_ranks
 
@@ -188,7 +188,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         copy_options(self.optim.param_groups, self.param_groups)
         self._layout = _layout_of(self.param_groups)
         # The consolidated state, {} if another rank has it; no entry if it changed since. As `updates`, never replaced.
-        self._consolidated: list[dict[str, Any]] = [] if self.optim.state else [self.sharded_state().without_values()]
+        self.consolidated: list[dict[str, Any]] = [] if self.optim.state else [self.sharded_state().without_values()]
         self._is_complete = True
 
     def _check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -259,7 +259,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     @property
     def state(self) -> Any:
         """This rank's part of the state; the keys are the whole parameters. See :class:`StateView`."""
-        return StateView(self.optim, self.shards, self._consolidated.clear, self.prepare_to_load)
+        return StateView(self)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
@@ -296,7 +296,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         copy_options(self.optim.param_groups[-1:], [added])
         self._layout = _layout_of(self.param_groups)
         if self.optim.state:
-            self._consolidated.clear()
+            self.consolidated.clear()
 
     def _shard(self, groups: Sequence[Mapping[str, Any]], agreement: Agreement) -> None:
         """Make the shards of ``groups``, the last ones.
@@ -332,11 +332,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                     raise ConfigurationError(
                         f"ranks have different parameters or options: {other} on rank {rank}, {first} on rank 0"
                     )
-        extents = []
-        for p, (place, _) in added.items():
-            pool = p.requires_grad if self._division.is_whole else (place, p.dtype, p.requires_grad)
-            extents.append(Extent(p.numel(), p.element_size(), pool))
-        for (p, (_, name)), ranges in zip(added.items(), self._division.assign(extents), strict=True):
+        pools: list[Hashable] = [p.requires_grad for p in added]
+        if not self._division.is_whole:
+            pools = [(place, p.dtype, p.requires_grad) for p, (place, _) in added.items()]
+        for (p, (_, name)), ranges in zip(added.items(), self._division.assign(list(added), pools), strict=True):
             # Of one element without dimensions, state per element and per parameter look alike.
             is_whole = self._division.is_whole or p.dim() == 0
             dtype = self._stepped_dtype(p)
@@ -384,32 +383,35 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 shard.refresh()
 
     @torch.no_grad()
-    def update(self, pairs: Sequence[tuple[Shard, Tensor]], verdict: Verdict, **arguments: Any) -> None:
-        """Step this rank's part of each shard with its flat gradient, and write the parameters; where ``verdict`` is
-        left to the device, it changes nothing there.
+    def update(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], verdict: Verdict, **arguments: Any
+    ) -> None:
+        """Step this rank's part of each parameter with its flat gradient, and write the parameters; where ``verdict``
+        is left to the device, it changes nothing there.
 
         Raises:
             UnsupportedError: by element, new state belongs neither to elements nor to the parameter.
         """
-        self._consolidated.clear()
+        self.consolidated.clear()
+        shards = list(map(self.shards.__getitem__, map(id, parameters)))
         chunks: list[Tensor] = []
-        gradients: list[Tensor] = []
+        parts: list[Tensor] = []
         masters: list[Shard] = []
         widens = False
-        for shard, gradient in pairs:
+        for shard, gradient in zip(shards, gradients, strict=True):
             if (own := shard.own) is not None:
                 chunks.append(own)
-                gradients.append(shard.shaped(gradient) if shard.is_whole else gradient)
+                parts.append(shard.shaped(gradient) if shard.is_whole else gradient)
                 widens = widens or gradient.dtype != own.dtype
                 if shard.has_master:
                     masters.append(shard)
         if widens:
-            narrow, gradients = gradients, list(map(torch.empty_like, chunks))
-            copy_all(gradients, narrow)
+            narrow, parts = parts, list(map(torch.empty_like, chunks))
+            copy_all(parts, narrow)
         with nullcontext() if verdict.found_inf is None else verdict.passed_to(self.optim):
-            self._stepper.step(chunks, gradients, **arguments)
+            self._stepper.step(chunks, parts, **arguments)
         state, sizes = self.optim.state, self._checked_state
-        for shard, _ in pairs if self.partition == "element" else ():
+        for shard in shards if self.partition == "element" else ():
             own = shard.own
             if own is not None and not shard.is_whole and len(state.get(own, ())) != sizes.get(id(shard)):
                 check_divisible(self.optim, shard, state.get(own, {}), own.shape)
@@ -472,22 +474,14 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 gradients = [self.shards[id(parameter)].gradient() for parameter in pending]
             with torch.no_grad():
                 scaler.unscale_(gradients)
-            self._apply(pending, gradients, Verdict.of_any([verdict, scaler]), arguments)
+            self.update(pending, gradients, Verdict.of_any([verdict, scaler]), **arguments)
+            self.finish(**arguments)
         if stage is None:
             self._gather(pending)
             return
         # See [Note: versions of sharded parameters].
         torch.autograd.graph.increment_version(list(stage.lifecycle.gradients.reduced.values()))
         stage.gather()
-
-    @torch.no_grad()
-    def _apply(
-        self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
-    ) -> None:
-        """Make one whole step of this rank's parts of ``parameters``."""
-        pairs = [(self.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
-        self.update(pairs, verdict, **arguments)
-        self.finish(**arguments)
 
     def _gather(self, parameters: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version([shard.parameter for shard in self.shards.values()])
@@ -590,22 +584,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """The ranks that divide the state."""
         return self.process_group
 
-    def step_joined(self) -> None:
-        """Issue the collectives of one :meth:`step` on a rank that has run out of inputs; none where the others only
-        accumulate."""
-        stage, self.has_joined = self._stage, True
-        if stage is None:
-            self._update(self._pending(), Verdict(), Verdict(), {})
-        elif stage.lifecycle.phase is Phase.REDUCED and stage.lifecycle.is_replay:
-            try:
-                if not stage.lifecycle.verdict.skips(self.optim):
-                    self._update([], Verdict(), stage.lifecycle.verdict, {})
-            except BaseException:
-                stage.lifecycle.on_update_failure()
-                raise
-            stage.lifecycle.on_step(stage.lifecycle.gradients.reduced.values())
-        self.wait()
-
     @property
     def stepped(self) -> Optimizer:
         return self.optim
@@ -638,8 +616,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             agreement.agree()
             whole = state.consolidate(to, pieces)
         # That of another rank takes nothing away from this one.
-        if whole is not None or not self._consolidated:
-            self._consolidated[:] = [whole or {}]
+        if whole is not None or not self.consolidated:
+            self.consolidated[:] = [whole or {}]
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
@@ -652,13 +630,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         run_state_hooks(self, "state_dict_pre")
         self._check_groups()
-        if not self._consolidated:
+        if not self.consolidated:
             raise TrainingLoopError(
                 "the state is divided among the ranks, and was not consolidated since it last changed: call "
                 f"consolidate_state_dict(to={self.rank}), or to=None for all ranks, on every rank right before "
                 "state_dict(), or save sharded_state_dict() instead"
             )
-        (whole,) = self._consolidated
+        (whole,) = self.consolidated
         return run_state_hooks(self, "state_dict_post", packed(whole, self.param_groups)) if whole else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -674,7 +652,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         state.load_whole(given)
         if not given["state"] and not self.optim.state:
             # Accelerate loads the state of a new optimizer, which leaves it as it was.
-            self._consolidated[:] = [state.without_values()]
+            self.consolidated[:] = [state.without_values()]
         run_state_hooks(self, "load_state_dict_post")
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -707,7 +685,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         for stage in self.updates:
             stage.lifecycle.check(Event.LOAD)
-        self._consolidated.clear()
+        self.consolidated.clear()
 
     def sharded_state(self) -> ShardedState:
         """This rank's part of the state. Raises: ConfigurationError: the groups have other parameters."""
@@ -764,14 +742,26 @@ def _check_own_step(optimizer: Optimizer) -> None:
 
 
 class _ZeroJoinHook(JoinHook):
-    """On a rank that has run out of inputs, issues the collectives of ``step()``; DDP's own hook runs those of
-    backward, and brings the last joiner's parameters to all ranks."""
+    """On a rank that has run out of inputs, issues the collectives of ``step()``, none where the others only
+    accumulate; DDP's own hook runs those of backward, and brings the last joiner's parameters to all ranks."""
 
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
         self._zero = zero
 
     def main_hook(self) -> None:
-        self._zero.step_joined()
+        zero, stage = self._zero, self._zero._stage
+        zero.has_joined = True
+        if stage is None:
+            zero._update(zero._pending(), Verdict(), Verdict(), {})
+        elif stage.lifecycle.phase is Phase.REDUCED and stage.lifecycle.is_replay:
+            try:
+                if not stage.lifecycle.verdict.skips(zero.optim):
+                    zero._update([], Verdict(), stage.lifecycle.verdict, {})
+            except BaseException:
+                stage.lifecycle.on_update_failure()
+                raise
+            stage.lifecycle.on_step(stage.lifecycle.gradients.reduced.values())
+        zero.wait()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._zero.has_joined = False

@@ -117,7 +117,9 @@ class ParameterPrefetch:
         for handle in self._handles:
             handle.remove()
         for module in self._modules():
-            _stop_notifying(module, self._on_read)
+            parameters = vars(module).get("_parameters")
+            if isinstance(parameters, _Parameters) and parameters.on_read == self._on_read:
+                vars(module)["_parameters"] = parameters.plain()
         self._model, self._handles = None, []
         self.wait()
 
@@ -128,11 +130,15 @@ class ParameterPrefetch:
     def _follow(self) -> None:
         """Have readers of the model's modules wait, also of those that it has got since."""
         for module in self._modules():
-            _notify_of_reads(module, self._on_read)
+            parameters = vars(module).get("_parameters")  # A scripted module keeps them elsewhere.
+            if isinstance(parameters, dict) and type(parameters) in (dict, OrderedDict):
+                vars(module)["_parameters"] = _Parameters(parameters, self._on_read)
 
     def _before_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """Wait for the parameters of ``module`` that get other values, whether or not their gathers failed."""
-        for name, parameter in _unread_parameters(module).items():
+        parameters = module._parameters
+        unread = parameters.plain() if isinstance(parameters, _Parameters) else parameters
+        for name, parameter in unread.items():
             completion = self._completions.pop(id(parameter), None) if f"{prefix}{name}" in state_dict else None
             if completion is not None:
                 with contextlib.suppress(Exception):
@@ -223,23 +229,3 @@ class _Parameters(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return dict, (self.copy(),)
-
-
-def _notify_of_reads(module: nn.Module, on_read: _OnRead) -> None:
-    """Call ``on_read`` before parameters of ``module`` are read; a scripted module keeps them elsewhere."""
-    parameters = vars(module).get("_parameters")
-    if isinstance(parameters, dict) and type(parameters) in (dict, OrderedDict):
-        vars(module)["_parameters"] = _Parameters(parameters, on_read)
-
-
-def _stop_notifying(module: nn.Module, on_read: _OnRead) -> None:
-    """Undo :func:`_notify_of_reads` with this ``on_read``."""
-    parameters = vars(module).get("_parameters")
-    if isinstance(parameters, _Parameters) and parameters.on_read == on_read:
-        vars(module)["_parameters"] = parameters.plain()
-
-
-def _unread_parameters(module: nn.Module) -> dict[str, Any]:
-    """The module's own parameters by name, without a read."""
-    parameters = module._parameters
-    return parameters.plain() if isinstance(parameters, _Parameters) else dict(parameters.items())

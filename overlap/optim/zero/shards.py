@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,23 +33,13 @@ from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap.errors import TrainingLoopError, UnsupportedError
 
-__all__ = ["Extent", "Partition", "Range", "Shard", "copy_options", "flatten", "options_of", "publish"]
+__all__ = ["Partition", "Range", "Shard", "copy_options", "flatten", "options_of", "publish"]
 
 _BLOCK_BYTES = 128
 # The keys of a group that are not hyperparameters.
 _NOT_OPTIONS = ("params", "param_names")
 
 Range = tuple[int, int]
-
-
-class Extent(NamedTuple):
-    """The size of a parameter."""
-
-    numel: int
-    itemsize: int
-    """Bytes per element."""
-    pool: Hashable = None
-    """Parameters of one pool are balanced among themselves: their state has the same size per element."""
 
 
 class Partition:
@@ -62,25 +52,25 @@ class Partition:
         # Bytes that each rank owns, by pool.
         self._owned: defaultdict[Hashable, list[int]] = defaultdict(lambda: [0] * ranks)
 
-    def assign(self, extents: Sequence[Extent]) -> list[tuple[Range, ...]]:
-        """One range per rank for each parameter."""
-        places = range(len(extents))
+    def assign(self, parameters: Sequence[Tensor], pools: Sequence[Hashable]) -> list[tuple[Range, ...]]:
+        """One range per rank for each parameter. Those of one pool, whose state has the same size per element, are
+        balanced among themselves."""
         if not self.is_whole:
-            return [self._cut(extents[place]) for place in places]
-        largest_first = sorted(places, key=lambda place: -extents[place].numel * extents[place].itemsize)
-        ranges = {place: self._give(extents[place]) for place in largest_first}
-        return [ranges[place] for place in places]
+            return list(map(self._cut, parameters, pools))
+        largest_first = sorted(range(len(parameters)), key=lambda place: -parameters[place].nbytes)
+        ranges = {place: self._give(parameters[place], pools[place]) for place in largest_first}
+        return [ranges[place] for place in range(len(parameters))]
 
-    def _give(self, extent: Extent) -> tuple[Range, ...]:
-        owned = self._owned[extent.pool]
+    def _give(self, parameter: Tensor, pool: Hashable) -> tuple[Range, ...]:
+        owned = self._owned[pool]
         owner = min(self._ranks, key=lambda rank: (owned[rank], rank))
-        owned[owner] += extent.numel * extent.itemsize
-        return tuple((0, extent.numel) if rank == owner else (0, 0) for rank in self._ranks)
+        owned[owner] += parameter.nbytes
+        return tuple((0, parameter.numel()) if rank == owner else (0, 0) for rank in self._ranks)
 
-    def _cut(self, extent: Extent) -> tuple[Range, ...]:
-        numel, block_numel = extent.numel, max(1, _BLOCK_BYTES // extent.itemsize)
+    def _cut(self, parameter: Tensor, pool: Hashable) -> tuple[Range, ...]:
+        numel, itemsize, owned = parameter.numel(), parameter.element_size(), self._owned[pool]
+        block_numel = max(1, _BLOCK_BYTES // itemsize)
         blocks = -(-numel // block_numel)
-        owned = self._owned[extent.pool]
         each, extra = divmod(blocks, len(self._ranks))
         ranges: list[Range] = [(numel, numel)] * len(self._ranks)
         start, given = 0, 0
@@ -89,7 +79,7 @@ class Partition:
             given += each + (place < extra)
             end = numel if given == blocks else given * block_numel
             ranges[rank] = (start, end)
-            owned[rank] += (end - start) * extent.itemsize
+            owned[rank] += (end - start) * itemsize
             start = end
         return tuple(ranges)
 

@@ -26,7 +26,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.zero.shards import Shard
+
+if TYPE_CHECKING:
+    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 
 __all__ = ["PartOfState", "StateView", "check_divisible", "is_per_element", "tensors_in"]
 
@@ -144,23 +147,10 @@ class StateView(MutableMapping[Any, Any]):
     """``optimizer.state`` with whole parameters for keys. It acts on the state: an entry that is set or removed here is
     set or removed there, and one for a parameter that this rank has no part of is ignored. See [Note: surgery on the
     state].
-
-    Args:
-        optimizer: of this rank's chunks.
-        shards: by ``id`` of the parameter.
-        before_read: called before a state is handed out, in which tensors may be changed in place.
-        before_change: called before each change, and may refuse it.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        shards: Mapping[int, Shard],
-        before_read: Callable[[], None],
-        before_change: Callable[[], None],
-    ) -> None:
-        self._inner, self._shards = optimizer.state, shards
-        self._before_read, self._before_change = before_read, before_change
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero, self._inner, self._shards = zero, zero.optim.state, zero.shards
 
     def _inner_key(self, key: Any) -> Any:
         """The key of the state itself; ``None`` for a parameter that this rank has no part of."""
@@ -182,31 +172,31 @@ class StateView(MutableMapping[Any, Any]):
             raise KeyError("another rank has the state of this parameter; look `if param in zero.state`")
         if inner_key not in self._inner:
             self[key] = {}
-        self._before_read()
+        self._zero.consolidated.clear()  # Tensors that are handed out may be changed in place.
         state, shard = self._inner[inner_key], self._shards.get(id(key))
-        return state if shard is None or shard.is_whole else _StateOfPart(state, shard, self._before_change)
+        return state if shard is None or shard.is_whole else _StateOfPart(state, shard, self._zero.prepare_to_load)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The state of ``key``, or ``default``."""
         return self.__getitem__(key) if key in self else default
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._before_change()
+        self._zero.prepare_to_load()
         shard = self._shards.get(id(key))
         if shard is not None and not shard.is_whole:
             given, value = value, {}
-            _StateOfPart(value, shard, self._before_change).update(given)
+            _StateOfPart(value, shard, self._zero.prepare_to_load).update(given)
         if (inner_key := self._inner_key(key)) is not None:
             self._inner[inner_key] = value
 
     def __delitem__(self, key: Any) -> None:
-        self._before_change()
+        self._zero.prepare_to_load()
         if self._inner.pop(self._inner_key(key), None) is None and id(key) not in self._shards:
             raise KeyError(key)
 
     def clear(self) -> None:
         """Remove all of this rank's state; the next step makes it anew, as after construction."""
-        self._before_change()
+        self._zero.prepare_to_load()
         self._inner.clear()
 
     def __repr__(self) -> str:

@@ -129,8 +129,6 @@ class ShardedLayout(BucketLayout):
 
     shards: BucketShards | None
     """Of the bucket; ``None`` if none of its parameters is sharded."""
-    own: list[Tensor]
-    """The parameters of which this rank's optimizer has a part, which may be empty."""
 
 
 class ZeroStep(Update[ShardedLayout]):
@@ -205,9 +203,6 @@ class ZeroStep(Update[ShardedLayout]):
             deferred=deferred,
             release_gradients=release_gradients,
         )
-        self.zero = zero
-        self.exchange = zero.exchange
-        """How ranks exchange gradients and parameters."""
         self._gathers_in_forward = gather == "forward"
         self._prefetch = ParameterPrefetch()
         self.has_whole_mean = False
@@ -223,13 +218,12 @@ class ZeroStep(Update[ShardedLayout]):
     # The primitives of an update.
 
     def owns_gradient_of(self, parameter: Tensor) -> bool:
-        return id(parameter) in self.zero.shards
+        return id(parameter) in self.optimizer.shards
 
     def make_layout(self, bucket: Bucket) -> ShardedLayout:
-        shards = self.exchange.shards_of(bucket.parameters, self.zero.shards)
+        shards = self.optimizer.exchange.shards_of(bucket.parameters, self.optimizer.shards)
         parameters = [] if shards is None else [shard.parameter for shard in shards]
-        own = [] if shards is None else [shard.parameter for shard in shards.owned]
-        return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards, own)
+        return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards)
 
     async def reduce(self, bucket: Bucket, layout: ShardedLayout) -> Bucket:
         bucket = in_elements(bucket)
@@ -237,7 +231,7 @@ class ZeroStep(Update[ShardedLayout]):
         if layout.shards is not None:
             self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=layout.shards))
         if not bucket.is_mean:
-            await self.exchange.reduce(bucket, layout.shards)
+            await self.optimizer.exchange.reduce(bucket, layout.shards)
         return bucket
 
     def gradients(
@@ -245,7 +239,7 @@ class ZeroStep(Update[ShardedLayout]):
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
         if layout.shards is None:
             return [], []
-        parameters, gradients = layout.own, layout.shards.gradients(bucket.buffer)
+        parameters, gradients = layout.shards.own_parameters, layout.shards.gradients(bucket.buffer)
         if used is None:
             return parameters, gradients
         kept = {id(p) for p, is_used in zip(layout.parameters, used, strict=True) if is_used}
@@ -267,11 +261,11 @@ class ZeroStep(Update[ShardedLayout]):
     def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         verdict = self.lifecycle.verdict
         if verdict.found_inf is None or not verdict.skips(self.stepped):
-            shards = map(self.zero.shards.__getitem__, map(id, parameters))
-            self.zero.update(list(zip(shards, gradients, strict=True)), verdict)
+            self.optimizer.update(parameters, gradients, verdict)
 
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
-        self.zero._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
+        self.optimizer.update(list(held), list(held.values()), self.lifecycle.verdict)
+        self.optimizer.finish()
 
     async def publish(self, bucket: Bucket, layout: ShardedLayout) -> None:
         if layout.shards is None:
@@ -282,12 +276,12 @@ class ZeroStep(Update[ShardedLayout]):
             return
         torch.autograd.graph.increment_version(layout.parameters)  # See [Note: versions of sharded parameters].
         if not self._gathers_in_forward:
-            await self.exchange.gather(layout.shards, bucket.group)
+            await self.optimizer.exchange.gather(layout.shards, bucket.group)
 
     def check_backward(self, *, is_replay: bool) -> None:
         super().check_backward(is_replay=is_replay)
         self.wait()
-        zero = self.zero
+        zero = self.optimizer
         if zero.blocks and self.form.outcome is not Phase.REDUCED and self.lifecycle.is_joining():
             raise TrainingLoopError(
                 "skip_update() under Join: ranks that have run out of inputs make the update in backward, and are not "
@@ -305,11 +299,11 @@ class ZeroStep(Update[ShardedLayout]):
         self._gathers = []
         self._largest.clear()
         self._found_inf = None
-        self.zero.begin()
+        self.optimizer.begin()
 
     def after_backward(self, *, failed: bool) -> str | None:
         if self.releases_gradients or failed:
-            self.exchange.trim()  # For the forward, as the buckets.
+            self.optimizer.exchange.trim()  # For the forward, as the buckets.
         return super().after_backward(failed=failed)
 
     def conclude(self) -> None:
@@ -325,7 +319,7 @@ class ZeroStep(Update[ShardedLayout]):
         found_inf = self._found_inf
         if found_inf is None or not (has_streams(found_inf.device) or found_inf.item()):
             return
-        for shard in self.zero.shards.values():
+        for shard in self.optimizer.shards.values():
             grad, (start, end) = shard.parameter.grad, shard.range
             other = 0 if start > 0 else end
             if grad is not None and other < grad.numel() and grad.stride() == shard.parameter.stride():
@@ -334,7 +328,7 @@ class ZeroStep(Update[ShardedLayout]):
                 return
 
     def end_step(self) -> None:
-        self.zero.finish()
+        self.optimizer.finish()
 
     # Gathers that do not run bucket by bucket in backward.
 
@@ -345,10 +339,10 @@ class ZeroStep(Update[ShardedLayout]):
         if self._gathers_in_forward:
             gathers = [replace(gather, shards=part) for gather in gathers for part in gather.shards.parts]
         prefetch = self._prefetch if self._gathers_in_forward else ParameterPrefetch()
-        prefetch.begin(self.context, gathers, self.exchange)
+        prefetch.begin(self.context, gathers, self.optimizer.exchange)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
-        if not self._gathers_in_forward or (self.zero.is_joining and not self.lifecycle.is_replay):
+        if not self._gathers_in_forward or (self.optimizer.is_joining and not self.lifecycle.is_replay):
             prefetch.wait()
 
     def wait(self) -> None:
@@ -363,32 +357,32 @@ class ZeroStep(Update[ShardedLayout]):
 
     @property
     def signature(self) -> str:
-        return f"{self!r} by {self.zero.partition}"
+        return f"{self!r} by {self.optimizer.partition}"
 
     @property
     def reduces(self) -> bool:
         return True
 
     def reducer_for(self, updates: Sequence[UpdateStage]) -> ReduceScatter:
-        return ReduceScatter(*(update.zero for update in updates if isinstance(update, ZeroStep)))
+        return ReduceScatter(*(update.optimizer for update in updates if isinstance(update, ZeroStep)))
 
     def passed(self, bucket: Bucket) -> Bucket:
         return bucket if bucket.is_mean else reduced(bucket, self.layout_of(bucket).shards)
 
     @property
     def updated(self) -> Sequence[Tensor]:
-        return [shard.parameter for shard in self.zero.shards.values()]
+        return [shard.parameter for shard in self.optimizer.shards.values()]
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         super().check_together(stages)
         self._follows_its_reducer = any(
-            isinstance(stage, ReduceScatter) and self.zero in stage.zeros for stage in stages
+            isinstance(stage, ReduceScatter) and self.optimizer in stage.zeros for stage in stages
         )
         in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.form.outcome is Phase.REDUCED]
         self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
     def attach(self, context: StageContext) -> None:
-        zero = self.zero
+        zero = self.optimizer
         if any(other is not self for other in zero.updates):
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         _check_same_group(context.group, zero.process_group)
@@ -413,8 +407,8 @@ class ZeroStep(Update[ShardedLayout]):
 
     def detach(self) -> None:
         super().detach()
-        if self in self.zero.updates:
-            self.zero.updates.remove(self)
+        if self in self.optimizer.updates:
+            self.optimizer.updates.remove(self)
         self._prefetch.detach()
 
     def __repr__(self) -> str:

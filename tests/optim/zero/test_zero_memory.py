@@ -74,9 +74,9 @@ def _count(zero: ZeroRedundancyOptimizer) -> Allocations:
     async def counted_gather(shards: Any, group: Any) -> None:
         await Counted(gather(shards, group), allocations)
 
-    def counted_update(pairs: Any, veto: Any) -> None:
+    def counted_update(*arguments: Any) -> None:
         with allocations:
-            update(pairs, veto)
+            update(*arguments)
 
     zero.exchange.reduce = counted_reduce  # type: ignore[method-assign]
     zero.exchange.gather = counted_gather  # type: ignore[method-assign]

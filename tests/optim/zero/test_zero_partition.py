@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap.optim.zero.exchange import BucketShards
-from overlap.optim.zero.shards import Extent, Partition, Shard
+from overlap.optim.zero.shards import Partition, Shard
 
 NUMELS = st.integers(0, 3000)
 SIZES = st.lists(NUMELS, min_size=1, max_size=40)
 UNITS = st.sampled_from(["element", "parameter"])
-ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
+DTYPES = {1: torch.int8, 2: torch.float16, 4: torch.float32, 8: torch.float64, 16: torch.complex128}
+ITEMSIZES = st.sampled_from(list(DTYPES))
 
 
 @settings(deadline=None)
@@ -20,7 +21,8 @@ ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 def test_every_element_has_one_owner_and_ranks_own_alike_in_each_pool(
     parameters: list[tuple[int, bool]], ranks: int, unit: str, itemsize: int
 ) -> None:
-    everyone = Partition(unit, ranks).assign([Extent(numel, itemsize, pool) for numel, pool in parameters])
+    tensors = [torch.empty(numel, dtype=DTYPES[itemsize]) for numel, _ in parameters]
+    everyone = Partition(unit, ranks).assign(tensors, [pool for _, pool in parameters])
     for (numel, _), ranges in zip(parameters, everyone, strict=True):
         assert sorted(index for start, end in ranges for index in range(start, end)) == list(range(numel))
         # Two vectors of 64 bytes, which a kernel takes at a time.
@@ -39,9 +41,10 @@ def test_flat_and_packed_order_are_cut_into_the_same_pieces(
     numels: list[int], ranks: int, unit: str, left_out: int, rank: int
 ) -> None:
     rank %= ranks
+    tensors = list(map(torch.zeros, numels))
     shards = [
-        Shard(torch.zeros(numel), ranges, rank, name="", is_whole=unit == "parameter", dtype=torch.float32)
-        for numel, ranges in zip(numels, Partition(unit, ranks).assign([Extent(n, 4) for n in numels]), strict=True)
+        Shard(tensor, ranges, rank, name="", is_whole=unit == "parameter", dtype=torch.float32)
+        for tensor, ranges in zip(tensors, Partition(unit, ranks).assign(tensors, [0] * len(tensors)), strict=True)
     ]
     kept = [None if place == left_out and len(numels) > 1 else shard for place, shard in enumerate(shards)]
     bucket = BucketShards(kept, numels, rank)
