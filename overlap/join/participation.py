@@ -35,7 +35,7 @@ from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GlooChannel
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.join.adapters import Call, Hyperparameters, JoinableAdapter, ReplayedGradients
-from overlap.ranks.board import Board, explained
+from overlap.ranks.board import Board
 
 __all__ = [
     "JoinSession",
@@ -308,13 +308,7 @@ def connect(group: dist.ProcessGroup, board: Board, kept_by_ranks: Sequence[str]
     if kept_by_ranks[0] and len(set(kept_by_ranks)) == 1:
         return _kept[group][1]
     disconnect(group)
-    board.gather("came", None, purpose=" to enter Join")
-    try:
-        channel = GlooChannel(board.store("polls"), board.rank, board.size, board.timeout)
-    except RuntimeError as error:
-        raise explained(error, "could not connect the ranks", board) from error
-    # Gloo returns while others still connect: they would fail if this rank ended before they are done.
-    board.gather("connected", None, purpose=" to enter Join")
+    channel = board.connect("polls", purpose=" to enter Join")
     _kept[group] = name, channel
     return channel
 

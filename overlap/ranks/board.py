@@ -36,7 +36,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.c10d import PrefixStore, TCPStore, backend_name, group_store, group_timeout, has_lost_connection
+from overlap._torch.c10d import (
+    GlooChannel,
+    PrefixStore,
+    TCPStore,
+    backend_name,
+    group_store,
+    group_timeout,
+    has_lost_connection,
+)
 from overlap.errors import CollectiveError, PeerError
 
 __all__ = [
@@ -48,7 +56,6 @@ __all__ = [
     "failures_explained",
     "group_all_reduce",
     "group_broadcast",
-    "is_reported",
     "of_all_ranks",
     "on_rank",
 ]
@@ -62,8 +69,6 @@ _PAUSES_S = (0.0005, 0.05)
 _REPORTING_S = 1.0
 _FAILED, _PURPOSE = "failed", "purpose"
 _NO_REPORT = "no rank has reported an error"
-# On an error itself: it may be raised through a block that would report it again.
-_REPORTED = "_reported_to_other_ranks"
 
 
 class _Ranks:
@@ -164,14 +169,9 @@ class Board:
         """Called where the block of a Join has failed, in which ranks may have abandoned this board's connections."""
         self._ranks.boards.add(self)
 
-    def store(self, name: str) -> PrefixStore:
-        """A store for a backend that connects the ranks, under ``name``."""
-        return PrefixStore(f"{self._prefix}/{name}", self._client)
-
     def report(self, error: BaseException) -> None:
         """Write that this rank has failed; the first report stays. Never raises: the error itself matters more."""
         with contextlib.suppress(Exception):
-            setattr(error, _REPORTED, True)
             self.write_first(_FAILED, f"rank {self.rank}: {_one_line(error)}")
 
     def failure(self) -> str | None:
@@ -254,6 +254,18 @@ class Board:
             shortest_s, longest_s = _PAUSES_S
             time.sleep(min(shortest_s + waited_s / 10, longest_s))
         return [json.loads(each) for each in found]
+
+    def connect(self, name: str, *, purpose: str) -> GlooChannel:
+        """Connections of all ranks over Gloo, which find each other under ``name``; raises as :meth:`gather`."""
+        self.gather("came", None, purpose=purpose)
+        try:
+            store = PrefixStore(f"{self._prefix}/{name}", self._client)
+            channel = GlooChannel(store, self.rank, self.size, self.timeout)
+        except RuntimeError as error:
+            raise explained(error, "could not connect the ranks", self) from error
+        # Gloo returns while others still connect: they would fail if this rank ended before they are done.
+        self.gather("connected", None, purpose=purpose)
+        return channel
 
     def _values(self, keys: Sequence[str]) -> list[str] | None:
         """The texts under ``keys``; ``None`` unless all are there."""
@@ -344,14 +356,6 @@ def agree(group: dist.ProcessGroup, purpose: str, value: Any = None) -> list[Any
     """Wait until all ranks of ``group`` have come for this ``purpose``. As :meth:`Agreement.agree`."""
     with Agreement(group, purpose) as agreement:
         return agreement.agree(value)
-
-
-def is_reported(error: BaseException) -> bool:
-    """Whether this rank has reported ``error``, or an error that caused it."""
-    found: BaseException | None = error
-    while found is not None and not hasattr(found, _REPORTED):
-        found = found.__cause__ or found.__context__
-    return found is not None
 
 
 def explained(error: Exception, what: str, board: Board | None = None) -> CollectiveError:

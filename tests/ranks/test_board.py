@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from overlap import CollectiveError, PeerError
 from overlap.ranks import board as boards_of_ranks
-from overlap.ranks.board import Board, explain, explained, is_reported
+from overlap.ranks.board import Board, explain, explained
 
 _LOST = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Timed out")
 
@@ -71,15 +71,6 @@ def test_a_report_in_the_block_of_a_join_is_found_until_it_is_closed(groups: lis
         other.poll()
     of_join.close()
     other.poll()
-
-
-def test_an_error_that_was_reported_is_known_by_its_cause(groups: list[Any]) -> None:
-    error = ValueError("the dog ate it")
-    assert not is_reported(error)
-    Board(groups[0], "0").report(error)
-    outer = RuntimeError("no homework")
-    outer.__cause__ = error
-    assert is_reported(outer)
 
 
 def test_the_backends_error_says_that_no_rank_has_reported_one(groups: list[Any]) -> None:

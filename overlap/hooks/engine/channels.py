@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, backend_name, group_name
 from overlap.errors import CollectiveError, ConfigurationError
-from overlap.ranks.board import Board, explained
+from overlap.ranks.board import Board
 
 __all__ = ["Channels"]
 
@@ -83,20 +83,12 @@ class Channels:
             )
         if group is not self.group:
             self.open()
-            return self._connect(group, Board(group, self._name, beside=self.board))
-        channel = self._connect(group, self._opened_board())
+            board = Board(group, self._name, beside=self.board)
+            channel = self._channels[group] = board.connect("gloo", purpose=_REMEDY)
+            return channel
+        channel = self._channels[group] = self._opened_board().connect("gloo", purpose=_REMEDY)
         self.is_open = True
         self._close_left()
-        return channel
-
-    def _connect(self, group: dist.ProcessGroup, board: Board) -> GlooChannel:
-        board.gather("came", None, purpose=_REMEDY)
-        try:
-            channel = self._channels[group] = GlooChannel(board.store("gloo"), board.rank, board.size, board.timeout)
-        except RuntimeError as error:
-            raise explained(error, "could not connect the ranks", board) from error
-        # Gloo returns while others still connect: they would fail if this rank ended before they are done.
-        board.gather("connected", None, purpose=_REMEDY)
         return channel
 
     def _opened_board(self) -> Board:

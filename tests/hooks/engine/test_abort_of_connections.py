@@ -38,9 +38,7 @@ def _all_reduce(channel: GlooChannel) -> list[Any]:
 
 def _abandons(rank: int, world_size: int) -> None:
     for begin in (_message, _sum, _all_reduce):
-        board = Board(dist.group.WORLD, begin.__name__)
-        channel = GlooChannel(board.store("gloo"), rank, world_size, board.timeout)
-        board.gather("connected", None, purpose="")
+        channel = Board(dist.group.WORLD, begin.__name__).connect("gloo", purpose="")
         (work,) = begin(channel)
         failed = threading.Event()
 

@@ -14,7 +14,7 @@ from harness import run_ranks, wrap
 from harness.models import MLP
 from overlap import Bucket, PeerError, Stage, chain
 from overlap.hooks import all_reduce
-from overlap.hooks.engine import channels
+from overlap.ranks.board import Board
 
 _FAILING = (2, 4)
 _STEPS = 6
@@ -42,13 +42,13 @@ class _Flaky(Stage):
 def _noting_connections(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Released each time that connections begin to be made."""
     begun = threading.Semaphore(0)
-    connect = channels.Channels._connect
+    connect = Board.connect
 
-    def noted(self: Any, group: dist.ProcessGroup, board: Any) -> Any:
+    def noted(*args: Any, **options: Any) -> Any:
         begun.release()
-        return connect(self, group, board)
+        return connect(*args, **options)
 
-    monkeypatch.setattr(channels.Channels, "_connect", noted)
+    monkeypatch.setattr(Board, "connect", noted)
     return begun
 
 
