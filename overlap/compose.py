@@ -39,17 +39,13 @@ class OptimizerHookState:
         if params is not None and isinstance(optimizer, FunctionalOptimizer) and optimizer.adopts:
             optimizer.adopt(self.params or ())
             optimizer.adopts = False
-        self.stage()  # Raises here, and not where the hook is made.
+        Step(optimizer)  # Raises here, and not where the hook is made.
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if params is not None and (not own or own != set(map(id, self.params or ()))):
             raise ConfigurationError(
                 f"params are not the parameters of this {type(optimizer).__name__}: give "
                 "OptimizerHookState(torch.optim.SGD(params, lr=0.1)) an optimizer of the parameters to update"
             )
-
-    def stage(self) -> Step:
-        """The update as a stage of its own."""
-        return Step(self.optimizer)
 
 
 def hook_then_optimizer(hook: Stage | Callable[..., Any], state: OptimizerHookState) -> StageHook:
@@ -79,7 +75,7 @@ def hook_then_optimizer(hook: Stage | Callable[..., Any], state: OptimizerHookSt
             "hook_then_optimizer(hook, OptimizerHookState(optimizer))"
         )
     check_hook(hook)
-    update = state.stage()
+    update = Step(state.optimizer)
 
     def build(hook_state: Any) -> Chain:
         return chain(as_stage(hook, hook_state), update)

@@ -263,17 +263,8 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     """
 
     def start(channel: Channel) -> Sequence[dist.Work]:
-        size, rank = channel.size(), channel.rank()
-        _check_numel("reduce_scatter", input, output.numel() * size)
-        own, whole = _as_real(output), _as_real(input)
-        if not channel.scatters_by_messages:
-            return channel.reduce_scatter(own, whole)
-        chunks = whole.view(size, -1)
-        if own.data_ptr() != chunks[rank].data_ptr():
-            own.view(-1).copy_(chunks[rank])
-        # Each rank starts with the next one, so that not all send to the same rank at once.
-        peers = [(rank + distance) % size for distance in range(1, size)]
-        return channel.add_messages([(chunks[peer], peer) for peer in peers], [[own.view(-1)]])
+        _check_numel("reduce_scatter", input, output.numel() * channel.size())
+        return channel.reduce_scatter(_as_real(output), _as_real(input))
 
     sent = output.nbytes
     return Collective("reduce_scatter", group, start, sent=lambda size: sent * (size - 1))
