@@ -49,7 +49,8 @@ def prepare(
         chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a list of stages; or a
             function of the optimizers that returns a stage with updates: it is called with an ``OverlappedOptimizer``
             of each, or with a ``ZeroRedundancyOptimizer`` as it is.
-        local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``.
+        local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``, such as
+            ``functools.partial(LocalSGD, period=8)``.
 
     Returns:
         ``(model, optimizer, *others)``, prepared; a list of optimizers as a list.
@@ -60,10 +61,10 @@ def prepare(
     """
     recipe = Recipe(chain, local_sgd)
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    _check_kind(accelerator)
+    attached = Attached.to(accelerator)
     ddp, *prepared = accelerator.prepare(model, *optimizers, *others)
     accelerated = prepared[: len(optimizers)]
-    run = attach(accelerator, ddp, accelerated, recipe)
+    run = attached.carry_out(recipe, ddp, accelerated)
     held = accelerated[: len(run.optimizers)] if isinstance(optimizer, (list, tuple)) else accelerated[0]
     return (ddp, held, *prepared[len(optimizers) :])
 
@@ -75,41 +76,11 @@ def remove(accelerator: Accelerator) -> None:
         attached.detach(run)
 
 
-def attach(
-    accelerator: Accelerator,
-    model: nn.Module,
-    accelerated: Sequence[Any],
-    recipe: Recipe,
-    *,
-    late: str = "",
-    instead: str = "",
-) -> Run:
-    """Carry out ``recipe`` on what ``accelerator.prepare`` has returned; its optimizers then step what is registered.
-
-    Args:
-        accelerator: of several processes.
-        model: prepared.
-        accelerated: its prepared optimizers.
-        recipe: what to register.
-        late, instead: as of :class:`Run`; a scaler's are known here.
-
-    Raises:
-        ConfigurationError: as :func:`prepare`.
-    """
-    _check_kind(accelerator)
-    attached = Attached.to(accelerator)
-    attached.detach_freed(also=accelerated)
-    if not late and accelerator.scaler is not None:
-        late, instead = "mixed_precision='fp16' decides after backward whether to step", ", or 'bf16'"
-    run = Run(recipe, model, [unwrapped(one) for one in accelerated], late=late, instead=instead)
-    attached.add(run, accelerated)
-    return run
-
-
 class Attached:
     """The runs of one accelerator, and what its methods then do: clip, save and load."""
 
     def __init__(self, accelerator: Accelerator) -> None:
+        _check_kind(accelerator)
         self._accelerator = accelerator
         self._holders: dict[Run, list[Any]] = {}
         self._folder = ""
@@ -133,16 +104,26 @@ class Attached:
         """In the order of their models."""
         return list(self._holders)
 
-    def add(self, run: Run, accelerated: Sequence[Any]) -> None:
-        """``accelerated`` optimizers now step what is registered."""
+    def carry_out(
+        self, recipe: Recipe, model: nn.Module, accelerated: Sequence[Any], *, late: str = "", instead: str = ""
+    ) -> Run:
+        """Register for a prepared model, whose ``accelerated`` optimizers then step what is registered.
+
+        ``late`` and ``instead`` are those of :class:`Run`; a scaler's are known here.
+        """
+        self.detach_freed(also=accelerated)
+        if not late and self._accelerator.scaler is not None:
+            late, instead = "mixed_precision='fp16' decides after backward whether to step", ", or 'bf16'"
+        run = Run(recipe, model, [unwrapped(one) for one in accelerated], late=late, instead=instead)
         self._holders[run] = list(accelerated)
         for outer, inner in zip(accelerated, run.optimizers, strict=True):
             _put_in(outer, inner)
             if outer.scaler is not None and run.has_updates:
                 outer.step = _step_that_tells_of_skips(outer)
+        return run
 
     def detach(self, run: Run) -> None:
-        """Undo :meth:`add`, and what ``run`` has registered."""
+        """Undo :meth:`carry_out`."""
         holders = self._holders.pop(run)
         run.remove()
         for outer, inner, given in zip(holders, run.optimizers, run.given, strict=True):

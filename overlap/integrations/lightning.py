@@ -44,12 +44,8 @@ class OverlapStrategy(DDPStrategy):
     unchanged.
 
     Args:
-        chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a list of stages; or a
-            function of the optimizers of ``configure_optimizers`` that returns a stage with updates. It is called with
-            an ``OverlappedOptimizer`` of each; a ``ZeroRedundancyOptimizer``, which ``configure_optimizers`` may
-            return, is given as it is.
-        local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``, such as
-            ``functools.partial(LocalSGD, period=8)``.
+        chain, local_sgd: as of :func:`overlap.integrations.accelerate.prepare`, with the optimizers of
+            ``configure_optimizers``.
         **options: of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Raises:

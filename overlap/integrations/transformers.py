@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, save_files
-from overlap.integrations.accelerate import Attached, attach
+from overlap.integrations.accelerate import Attached
 
 __all__ = ["OverlapCallback", "OverlapMixin", "OverlapTrainer"]
 
@@ -31,10 +31,7 @@ class OverlapMixin:
         OverlapTrainer(model, args, optimizer_cls_and_kwargs=sharded, chain=lambda zero: chain(ZeroStep(zero)))
 
     Args:
-        chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a list of stages; or a
-            function of the optimizer that returns a stage with an update: it is called with an ``OverlappedOptimizer``,
-            or with the ``ZeroRedundancyOptimizer``.
-        local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``.
+        chain, local_sgd: as of :func:`overlap.integrations.accelerate.prepare`.
         *args, **kwargs: the Trainer's.
 
     Raises:
@@ -85,11 +82,10 @@ class OverlapCallback(TrainerCallback):
         if trainer.overlap_recipe == Recipe():
             return
         norm = args.max_grad_norm
-        run = trainer.overlap_run = attach(
-            trainer.accelerator,
+        run = trainer.overlap_run = Attached.to(trainer.accelerator).carry_out(
+            trainer.overlap_recipe,
             trainer.model_wrapped,
             [trainer.optimizer],
-            trainer.overlap_recipe,
             late=f"max_grad_norm={norm} clips after backward" if norm else "",
             instead=f", or give max_grad_norm=0 and put ClipGradNorm({norm}) into the chain",
         )

@@ -50,7 +50,6 @@ _PARTS = Refused("a rank has its part of a gradient alone", "neither be read nor
 _SYNC = Refused("steps every k batches", "a second backward began before")
 _ADDS = Refused("`ZeroStep` cannot add backwards up", "a second backward began before")
 
-_DEFERRED = ("deferred",)
 _WITHOUT_LOCAL = ("interleaved", "deferred", "zero", "zero deferred", "reducer")
 _WITHOUT_REDUCER = ("interleaved", "deferred", "zero", "zero deferred", "local")
 _SUMMED = {"zero": ROUNDED, "zero_deferred": ROUNDED}
@@ -60,16 +59,13 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         "`fit` with validation and a schedule": _row(),
         "`accumulate_grad_batches=3`": _row(),
         "`gradient_clip_val`": _row(**_SUMMED),
-        "clipping in the chain": _row(of=_DEFERRED, zero_deferred=ROUNDED),
         '`gradient_clip_val`, `gradient_clip_algorithm="value"`': _row(of=("interleaved", "local"), zero=_PARTS),
         '`precision="bf16-mixed"`': _row(of=_FEW),
         '`precision="16-mixed"`, with skipped updates': _row(of=_WITHOUT_REDUCER),
         '`precision="16-mixed"`, `gradient_clip_val`': _row(of=_WITHOUT_REDUCER, **_SUMMED),
-        "manual optimization": _row(of=_FEW),
         "two optimizers, manual: a GAN with `skip_update()`": _row(of=_WITHOUT_LOCAL),
         "`validate`, `fit`, `test`, `predict`, `fit` of one trainer": _row(),
         "a checkpoint within an epoch, resumed": _row(SAME_RUN, powersgd=SAME_RUN),
-        "a checkpoint within an accumulation, resumed": _row(of=_FEW),
         "a checkpoint, resumed in plain Lightning": _row(of=("interleaved", "zero")),
         "a checkpoint of plain Lightning, resumed": _row(of=("interleaved", "zero")),
     },
@@ -81,13 +77,11 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         ),
         "`clip_grad_norm_`": _row(interleaved=_LATE, zero=_LATE_ZERO, zero_deferred=ROUNDED),
         "`clip_grad_value_`": _row(interleaved=_LATE, zero=_PARTS, zero_deferred=_PARTS),
-        '`mixed_precision="bf16"`': _row(of=_FEW),
         '`mixed_precision="fp16"`, with skipped updates': _row(),
         '`mixed_precision="fp16"`, `clip_grad_norm_`': _row(**_SUMMED),
         "two models, one of them with a chain, and `clip_grad_norm_` of the other": _row(of=_FEW),
         "another model after `free_memory()`": _row(of=_FEW),
         "`save_state`, `load_state`": _row(SAME_RUN, powersgd=SAME_RUN),
-        "`save_state` within an accumulation, `load_state`": _row(of=_FEW),
         "`save_state`, `load_state` in plain Accelerate": _row(of=("interleaved", "zero")),
         "`save_state` of plain Accelerate, `load_state`": _row(of=("interleaved", "zero")),
         "`overlap.Join`, with `even_batches=False`": _row(JOINED, of=_FEW),
@@ -97,10 +91,8 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         "`max_grad_norm`": _row(**_SUMMED),
         "`max_grad_norm` and `ddp_find_unused_parameters` as by default": _row(of=("interleaved", "local")),
         "`gradient_accumulation_steps=3`": _row(of=_FEW),
-        "`bf16=True`": _row(of=_FEW),
         "evaluation, and the best model loaded at the end": _row(of=_FEW),
         "`train()` after one that failed": _row(of=_FEW),
-        "`auto_find_batch_size=True`, at the second attempt": _row(of=_FEW),
         "a checkpoint, resumed": _row(SAME_RUN, powersgd=SAME_RUN),
         "a checkpoint, resumed in the plain Trainer": _row(of=("interleaved", "zero")),
         "a checkpoint of the plain Trainer, resumed": _row(of=("interleaved", "zero")),

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from overlap import AllReduce, ClipGradNorm, LocalSGD, PowerSGD, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import AllReduce, LocalSGD, PowerSGD, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
 __all__ = ["optimizer_of", "options_of"]
 
 
-def options_of(form: str, *, clip: float | None = None, is_resumed: bool = False) -> dict[str, Any]:
-    """The arguments ``chain`` or ``local_sgd`` of an integration; with ``clip`` it clips in the chain."""
+def options_of(form: str, *, is_resumed: bool = False) -> dict[str, Any]:
+    """The arguments ``chain`` or ``local_sgd`` of an integration."""
     updates: dict[str, Callable[[Any], Any]] = {
         "interleaved": Step,
         "deferred": partial(Step, deferred=True),
@@ -30,7 +30,6 @@ def options_of(form: str, *, clip: float | None = None, is_resumed: bool = False
     if form == "plain":
         return {}
     stages: list[Any] = [] if form.startswith("zero") else [PowerSGD(rank=2) if form == "powersgd" else AllReduce()]
-    stages += [] if clip is None else [ClipGradNorm(clip)]
     return {"chain": lambda *optimizers: chain(*stages, *map(updates[form], optimizers))}
 
 

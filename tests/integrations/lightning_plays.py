@@ -21,16 +21,12 @@ def play(feature: str, form: str, folder: str) -> Any:
     if feature in SPECIAL:
         return SPECIAL[feature](form, folder)
     options: dict[str, Any] = {}
-    strategy = None
     if feature == "`accumulate_grad_batches=3`":
         options["accumulate_grad_batches"] = 3
     elif feature.startswith("`gradient_clip_val`"):
         options["gradient_clip_val"] = CLIP
         if "value" in feature:
             options["gradient_clip_algorithm"] = "value"
-    elif feature == "clipping in the chain":
-        options["gradient_clip_val"] = CLIP if form == "plain" else None
-        strategy = strategy_of(form, clip=CLIP) if form != "plain" else None
     elif "16-mixed" in feature and "bf16" not in feature:
         options["gradient_clip_val"] = CLIP if "clip" in feature else None
         from lightning.pytorch.plugins import MixedPrecision
@@ -39,8 +35,7 @@ def play(feature: str, form: str, folder: str) -> Any:
         options["plugins"] = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     elif "precision" in feature:
         options["precision"] = feature.split('"')[1]
-    module = module_of(form, is_manual=feature == "manual optimization")
-    trainer = trainer_of(form, strategy, **options)
+    module, trainer = module_of(form), trainer_of(form, **options)
     trainer.fit(module, loader_of(), loader_of(2))
     return left_by(trainer, module)
 
@@ -107,7 +102,6 @@ def _fit(
     is_saved_to: str | None = None,
     as_form: Any = None,
     by_index: bool = False,
-    averages: bool = True,
     **options: Any,
 ) -> Any:
     from lightning.pytorch.strategies import DDPStrategy
@@ -117,7 +111,7 @@ def _fit(
     played = as_form or form
     module = module_of(played)
     module.batches = list(loader_of()) if by_index else None
-    chained = options_of(played, is_resumed=averages)
+    chained = options_of(played, is_resumed=True)
     strategy = OverlapStrategy(**chained, bucket_cap_mb=0.005) if chained else DDPStrategy(bucket_cap_mb=0.005)
     trainer = trainer_of(played, strategy, max_epochs=epochs, **options)
     trainer.fit(module, loader_of(), ckpt_path=resume)
@@ -137,19 +131,6 @@ def _resumed_within_an_epoch(form: str, folder: str) -> Any:
     return resumed, whole
 
 
-def _resumed_within_an_accumulation(form: str, folder: str) -> Any:
-    from lightning.pytorch.callbacks import LambdaCallback
-
-    path, step = f"{folder}/{form}.ckpt", {"accumulate_grad_batches": 3, "averages": False}
-
-    def save(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if index == SAVED_AFTER:  # One batch is summed up, and not stepped.
-            trainer.save_checkpoint(path)
-
-    _fit(form, 1, by_index=True, callbacks=[LambdaCallback(on_train_batch_end=save)], **step)
-    return left_by(*_fit(form, 2, by_index=True, resume=path, **step))
-
-
 def _resumed_in_plain(form: str, folder: str) -> Any:
     path = f"{folder}/{form}.ckpt"
     _fit(form, 1, is_saved_to=path)
@@ -166,7 +147,6 @@ SPECIAL: dict[str, Callable[[str, str], Any]] = {
     "`validate`, `fit`, `test`, `predict`, `fit` of one trainer": _everything,
     "two optimizers, manual: a GAN with `skip_update()`": _gan,
     "a checkpoint within an epoch, resumed": _resumed_within_an_epoch,
-    "a checkpoint within an accumulation, resumed": _resumed_within_an_accumulation,
     "a checkpoint, resumed in plain Lightning": _resumed_in_plain,
     "a checkpoint of plain Lightning, resumed": _resumed_from_plain,
 }

@@ -25,7 +25,7 @@ def loader_of(batches: int = BATCHES) -> DataLoader[Any]:
     return DataLoader(drawn, batch_size=None)  # type: ignore[arg-type]
 
 
-def module_of(form: str, *, is_manual: bool = False) -> Any:
+def module_of(form: str) -> Any:
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
@@ -35,19 +35,12 @@ def module_of(form: str, *, is_manual: bool = False) -> Any:
             self.losses: list[torch.Tensor] = []
             self.batches: list[Any] | None = None
             self.lr = 1e-2
-            self.automatic_optimization = not is_manual
 
         def training_step(self, batch: Any, index: int) -> Any:
             x, y = batch if self.batches is None else self.batches[index]
             loss = cross_entropy(self.net(x), y)
             self.losses.append(loss.detach().clone())
-            if self.automatic_optimization:
-                return loss
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            return None
+            return loss
 
         def validation_step(self, batch: Any, index: int) -> None:
             self.log("validation", cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
@@ -86,7 +79,7 @@ def strategy_of(form: str, **options: Any) -> Any:
 
     if form == "plain":
         return DDPStrategy(bucket_cap_mb=0.005, **options)
-    made = {} if form == "wrong" else options_of(form, clip=options.pop("clip", None))
+    made = {} if form == "wrong" else options_of(form)
     return OverlapStrategy(**made, bucket_cap_mb=0.005, **options)
 
 

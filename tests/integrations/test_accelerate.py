@@ -98,8 +98,6 @@ def _play(feature: str, form: str, folder: str) -> Any:
         options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
             num_steps=3, sync_each_batch="sync" in feature
         )
-    if feature == '`mixed_precision="bf16"`':
-        options["mixed_precision"] = "bf16"
     if "fp16" in feature:
         options["step_scheduler_with_optimizer"] = True  # Such a schedule waits where an update is skipped.
     accelerator = _accelerator(**options)
@@ -130,18 +128,6 @@ def _resumed(form: str, folder: str) -> Any:
     again.load_state(path)
     losses = _train(again, prepared, "", skip=SAVED_AFTER)
     return _left(prepared, form, losses), whole
-
-
-def _resumed_within_an_accumulation(form: str, folder: str) -> Any:
-    path, options = f"{folder}/{form}", {"gradient_accumulation_steps": 3}
-    accelerator = _accelerator(**options)
-
-    def save(step: int) -> None:
-        if step == SAVED_AFTER:  # One batch is summed up, and not stepped.
-            accelerator.save_state(path)
-
-    _train(accelerator, _prepared(accelerator, form), "", after=save)
-    return _loaded(_accelerator(**options), form, path)
 
 
 def _loaded(accelerator: Any, form: str, path: str) -> Any:
@@ -249,7 +235,6 @@ def _joined_loop(form: str, batches: int, like: dict[str, Any]) -> dict[str, Any
 
 _SPECIAL = {
     "`save_state`, `load_state`": _resumed,
-    "`save_state` within an accumulation, `load_state`": _resumed_within_an_accumulation,
     "`save_state`, `load_state` in plain Accelerate": _resumed_in_plain,
     "`save_state` of plain Accelerate, `load_state`": _resumed_from_plain,
     "two models, one of them with a chain, and `clip_grad_norm_` of the other": _two_models,
