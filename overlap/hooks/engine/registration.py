@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -33,6 +35,8 @@ from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.board import Agreement, explain
 from overlap.ranks.machines import note_hosts
+
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 __all__ = ["Registration", "register", "registration_of"]
 
@@ -170,7 +174,8 @@ def register(
 
     Every rank of the model's process group must call this, before a backward and in the same order with its other
     collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group; on an
-    accelerator stages use the group itself. Ranks that register several models of one layout do so in the same order.
+    accelerator stages use the group itself. It warns where ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts all streams of a GPU
+    into one queue. Ranks that register several models of one layout do so in the same order.
 
     Args:
         ddp: the wrapped model, compiled or not.
@@ -240,6 +245,12 @@ def _register(
         ddp=alive,
         is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
+    if has_streams(context.device) and os.environ.get(_ONE_QUEUE) == "1":
+        warnings.warn(
+            f"{_ONE_QUEUE}=1 puts all streams of a GPU into one queue, so nothing overlaps: unset {_ONE_QUEUE}",
+            UserWarning,
+            stacklevel=2,
+        )
     runtime = Runtime(made, context)
     try:
         runtime.attach()

@@ -1,7 +1,8 @@
-"""Choices for GPUs, without one: priorities of streams."""
+"""Choices for GPUs, without one: priorities of streams, and the setting that ends all overlap."""
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from overlap._torch.device import streams_replaced
 from overlap.hooks.post_local_sgd import own_subgroup
 
 from ..one_stream import OneStream
+
+_SETTING = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def test_groups_of_the_librarys_own_get_streams_of_high_priority_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,13 +48,18 @@ class _Asked(OneStream):
 
 
 def _registers(rank: int, world_size: int) -> None:
-    with streams_replaced(streams := _Asked()):
-        chain(AllReduce()).register(ddp := wrap(MLP.model(), **MLP.ddp_options()))
+    with streams_replaced(streams := _Asked()), mock.patch.dict("os.environ", {_SETTING: "8"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            registration = chain(AllReduce()).register(ddp := wrap(MLP.model(), **MLP.ddp_options()))
         for step in range(2):
             mean_squared_error(ddp, MLP.batch(step, rank)).backward()
         # Before training, which has 0. NCCL's high priority is the highest that there is, which is -1 or lower.
         assert streams.priorities == [-1]
+        registration.remove()
+        with mock.patch.dict("os.environ", {_SETTING: "1"}), pytest.warns(UserWarning, match=f"unset {_SETTING}"):
+            chain(AllReduce()).register(ddp)
 
 
-def test_stages_go_before_training() -> None:
+def test_stages_go_before_training_and_one_queue_for_all_streams_is_warned_of() -> None:
     run_ranks(_registers, 2)
