@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
-from torch import optim
 from torch.nn.functional import mse_loss
 
 from .corpus import loop, refused
 from .declared import EVERY_BACKWARD, NOT_DISCARDED, READ, SECOND_BACKWARD
 from .forms import INTERLEAVED, STAGED
+from .models import ADAMW
 from .run import Run
-
-_ADAMW = partial(optim.AdamW, lr=0.01)
 
 ONCE = [
     *refused([*INTERLEAVED, "deferred"], "optimizer.step() was called again for a backward"),
@@ -107,7 +104,7 @@ def two_forwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("two step() for one backward", ONCE, optimizer=_ADAMW)
+@loop("two step() for one backward", ONCE, optimizer=ADAMW)
 def steps_twice(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

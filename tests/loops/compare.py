@@ -23,8 +23,6 @@ from .corpus import Expected, Loop, load
 from .forms import FORMS, PLAIN, Form, forms_of
 from .run import NotOffered, Record, play
 
-__all__ = ["Cell", "Outcome", "is_as_expected", "outcome_of", "outcomes"]
-
 _WORLD_SIZE = 2
 _WAIT_FOR_PEER_S = 8.0
 _CELL_S = 5.0

@@ -32,8 +32,6 @@ from .models import features, mlp
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["LOOPS", "Expected", "Loop", "limit", "load", "loop", "refused", "topic_title", "variant", "wrong"]
-
 Body = Callable[[Any, Any, "Run"], Iterator[Any]]
 
 TOPICS = (
@@ -54,8 +52,9 @@ TOPICS = (
 )
 
 
-TWO_STEPS = ("optimizers", "gradients")
-"""Topics whose loops do the same in every step: the second has DDP's final buckets and the state of the first."""
+THREE_STEPS = ("plain", "schedules", "accumulation", "inputs")
+"""Topics whose loops do not do the same in every step. Elsewhere there are two: the second has DDP's final buckets and
+the state of the first."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Expected:
     """What a form does with a loop, where it is not exact."""
 
     kind: str
-    """``refused``, ``limit`` or ``wrong``."""
+    """``refused`` or ``limit``."""
     words: str
     """How the error begins; of a limit, why it is one."""
     is_a_race: bool = False
@@ -125,11 +124,6 @@ def limit(forms: Iterable[str], reason: str, *, is_a_race: bool = False) -> Decl
     return [(form, Expected("limit", reason, is_a_race)) for form in forms]
 
 
-def wrong(forms: Iterable[str], finding: str) -> Declaration:
-    """These forms are not what they should be yet."""
-    return [(form, Expected("wrong", finding)) for form in forms]
-
-
 def load() -> Mapping[str, Loop]:
     """All loops, by name, topic after topic."""
     for topic in TOPICS:
@@ -146,7 +140,7 @@ def _add(name: str, module: str, body: Body, declared: Iterable[Declaration], op
     if name in LOOPS:
         raise ValueError(f"there are two loops named {name!r}")
     topic = module.rpartition(".")[2]
-    defaults = {"steps": 2 if topic in TWO_STEPS else 3}
+    defaults = {"steps": 3 if topic in THREE_STEPS else 2}
     LOOPS[name] = Loop(name=name, topic=topic, body=body, expected=_merged(name, declared), **{**defaults, **options})
 
 

@@ -5,22 +5,6 @@ from __future__ import annotations
 from .corpus import Declaration, limit, refused
 from .forms import AUTOMATIC, IN_BACKWARD, INTERLEAVED, SHARDED, STAGED, STEPPED, ZERO_INTERLEAVED
 
-__all__ = [
-    "ADDED_TO",
-    "ALREADY_UPDATED",
-    "EDITED",
-    "EVERY_BACKWARD",
-    "HOOK_IS_NOT_TOLD",
-    "MOVED",
-    "NOT_DISCARDED",
-    "OWN_CLIP",
-    "READ",
-    "REPLACED",
-    "SCALED",
-    "SECOND_BACKWARD",
-    "undeclared",
-]
-
 _AFTER = "backward is the step: what the loop does between backward and step() comes after the update"
 _EVERY = "backward is the step: every synchronized backward makes one update, no more and no less"
 

@@ -26,25 +26,6 @@ from overlap import (
 
 from .run import Run, Stepless
 
-__all__ = [
-    "ALL",
-    "AUTOMATIC",
-    "CLIPS_AT",
-    "CLIPS_ITSELF",
-    "DEFERRED",
-    "FORMS",
-    "INTERLEAVED",
-    "IN_BACKWARD",
-    "PLAIN",
-    "RELEASED",
-    "SHARDED",
-    "STAGED",
-    "STEPPED",
-    "ZERO_INTERLEAVED",
-    "Form",
-    "forms_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Form:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.functional import mse_loss
 
 from overlap import Join
 
 from .corpus import loop
+from .models import ADAMW
 from .run import Run
-
-_ADAMW = partial(optim.AdamW, lr=0.01)
 
 
 def joined(join: Any, *, is_even: bool) -> Any:
@@ -39,7 +36,7 @@ def joined(join: Any, *, is_even: bool) -> Any:
 
 
 loop("Join with even inputs")(joined(Join, is_even=True))
-loop("Join with uneven inputs", optimizer=_ADAMW)(joined(Join, is_even=False))
+loop("Join with uneven inputs", optimizer=ADAMW)(joined(Join, is_even=False))
 loop("PyTorch's Join with uneven inputs")(joined(TorchJoin, is_even=False))
 
 

@@ -16,11 +16,10 @@ from torch.optim import lr_scheduler
 from overlap import Join
 
 from .corpus import loop
-from .models import mlp
+from .models import ADAMW, mlp
 from .run import Run
 
-_ADAMW = partial(optim.AdamW, lr=0.01)
-_SHORT, _LONG = 2, 5
+_SHORT, _LONG = 2, 4
 """Steps of rank 1, and of rank 0."""
 
 Step = Callable[[Any, Any, int, Any, Any], Any]
@@ -104,7 +103,7 @@ def _of_two_forwards(ddp: Any, optimizer: Any, place: int, x: Any, y: Any) -> An
     return loss
 
 
-_UNEVEN: dict[str, Any] = {"optimizer": _ADAMW, "steps": _LONG}
+_UNEVEN: dict[str, Any] = {"optimizer": ADAMW, "steps": _LONG}
 
 loop("Join, batches by join.iterate", **_UNEVEN)(uneven(iterates=True))
 loop("Join, StepLR", **_UNEVEN)(uneven(schedule=lambda o: lr_scheduler.StepLR(o, 1, 0.5)))

@@ -10,9 +10,10 @@ import torch
 from torch import optim
 from torch.nn.functional import mse_loss
 
-from .corpus import limit, loop, refused
+from .corpus import limit, loop, refused, variant
 from .declared import ADDED_TO, NOT_DISCARDED
 from .models import mlp
+from .plain import touched
 from .run import Run
 
 _ADAM = partial(optim.Adam, lr=0.01, betas=(0.5, 0.9))
@@ -149,36 +150,16 @@ def look_ahead(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a regularizer with its own backward, before the forward")
-def regularizer_before(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        run.settle(optimizer)
-        (0.01 * sum(parameter.square().sum() for parameter in ddp.parameters())).backward()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def _regularize(run: Run, ddp: Any, optimizer: Any) -> None:
+    run.settle(optimizer)
+    (0.01 * sum(parameter.square().sum() for parameter in ddp.parameters())).backward()
 
 
-@loop("a regularizer with its own backward, after the loss's", ADDED_TO)
-def regularizer_after(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        (0.01 * sum(parameter.square().sum() for parameter in ddp.parameters())).backward()
-        optimizer.step()
-        yield loss
+def _module_backward(run: Run, ddp: Any, optimizer: Any) -> None:
+    """With the same inputs on every rank, so that replicas stay equal in plain DDP."""
+    ddp.module(torch.ones(2, 16)).square().mean().backward()
 
 
-@loop("a backward of ddp.module before the forward")
-def module_before(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        # The same inputs on every rank, so that replicas stay equal in plain DDP.
-        ddp.module(torch.ones(2, 16)).square().mean().backward()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+variant(touched(before_forward=_regularize), "a regularizer with its own backward, before the forward")
+variant(touched(before_step=_regularize), "a regularizer with its own backward, after the loss's", ADDED_TO)
+variant(touched(before_forward=_module_backward), "a backward of ddp.module before the forward")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 WIDTH = 16
+ADAMW = partial(optim.AdamW, lr=0.01)
 
 
 def mlp() -> nn.Sequential:

@@ -18,11 +18,9 @@ from overlap import checkpoint_wrapper
 from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
 from .forms import ALL, IN_BACKWARD, INTERLEAVED, STAGED
-from .models import batch_norm, convolutional, dropout, images, mlp, tokens
+from .models import ADAMW, batch_norm, convolutional, dropout, images, mlp, tokens
 from .plain import usual
 from .run import Run
-
-_ADAMW = partial(optim.AdamW, lr=0.01)
 
 
 class Tied(nn.Module):
@@ -208,13 +206,13 @@ def _frozen() -> nn.Module:
 
 
 variant(usual, "channels_last, SGD", model=_channels_last, inputs=images)
-variant(usual, "a weight that lies transposed in memory", model=Transposed, optimizer=_ADAMW)
+variant(usual, "a weight that lies transposed in memory", model=Transposed, optimizer=ADAMW)
 variant(usual, "tied weights", model=Tied, inputs=tokens)
 variant(usual, "LSTM", model=Recurrent, inputs=tokens)
-variant(usual, "attention with dropout", model=Transformer, inputs=tokens, optimizer=_ADAMW)
+variant(usual, "attention with dropout", model=Transformer, inputs=tokens, optimizer=ADAMW)
 variant(usual, "BatchNorm, buffers broadcast", model=batch_norm)
-variant(usual, "frozen layers", model=_frozen, optimizer=_ADAMW)
-variant(usual, "scalar, one-element and empty parameters", model=WithScalars, optimizer=_ADAMW)
+variant(usual, "frozen layers", model=_frozen, optimizer=ADAMW)
+variant(usual, "scalar, one-element and empty parameters", model=WithScalars, optimizer=ADAMW)
 variant(usual, "a sparse embedding", SPARSE, model=SparseEmbedding, inputs=tokens, optimizer=partial(optim.SGD, lr=0.1))
 variant(usual, "checkpointing with dropout", model=lambda: Checkpointed(use_reentrant=False))
 variant(
@@ -236,7 +234,8 @@ variant(
     HOOK_IS_NOT_TOLD,
     model=Unused,
     ddp={"find_unused_parameters": True},
-    optimizer=_ADAMW,
+    optimizer=ADAMW,
+    steps=3,
 )
 
 
@@ -245,7 +244,8 @@ variant(
     HOOK_IS_NOT_TOLD,
     model=partial(Unused, every=3),
     ddp={"find_unused_parameters": True},
-    optimizer=_ADAMW,
+    optimizer=ADAMW,
+    steps=3,
 )
 def now_and_then_from_zeros(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
@@ -278,7 +278,7 @@ def contrastive(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a model turned channels_last in mid-run", RESTRIDED, model=convolutional, inputs=images, optimizer=_ADAMW)
+@loop("a model turned channels_last in mid-run", RESTRIDED, model=convolutional, inputs=images, optimizer=ADAMW)
 def turned(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
     optimizer.zero_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
 from .forms import AUTOMATIC, STAGED
-from .models import decay_groups, mlp
-from .plain import usual
+from .models import ADAMW, decay_groups, mlp
+from .plain import touched, usual
 from .run import Run
-
-_ADAMW = partial(optim.AdamW, lr=0.01)
 
 
 def _per_layer(ddp: nn.Module) -> list[dict[str, Any]]:
@@ -79,22 +76,22 @@ SECOND_MODEL = [
 ]
 
 variant(usual, "groups: no decay for biases", groups=decay_groups)
-variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
+variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=ADAMW)
 variant(usual, "named_parameters()", groups=_named)
-variant(usual, "groups of a factory, sorted by name", groups=_by_factory, optimizer=_ADAMW)
+variant(usual, "groups of a factory, sorted by name", groups=_by_factory, optimizer=ADAMW)
 
 
-@loop("layer-wise decay: lr_scale in the groups, the rate set in each step", groups=_layer_decay, optimizer=_ADAMW)
-def layer_decay(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (place + 1) * group["lr_scale"]
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def _decay_by_layer(run: Run, ddp: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 / (run.place + 1) * group["lr_scale"]
 
+
+variant(
+    touched(before_forward=_decay_by_layer),
+    "layer-wise decay: lr_scale in the groups, the rate set in each step",
+    groups=_layer_decay,
+    optimizer=ADAMW,
+)
 
 TEMPERATURE = nn.Parameter(torch.ones(1))
 
@@ -153,7 +150,7 @@ def ignored(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("add_param_group in mid-run", groups=lambda ddp: list(ddp.parameters())[4:], steps=6)
+@loop("add_param_group in mid-run", groups=lambda ddp: list(ddp.parameters())[4:], steps=4)
 def added(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         if place == 2:
@@ -165,26 +162,29 @@ def added(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("layers frozen late", HOOK_IS_NOT_TOLD, ddp={"find_unused_parameters": True}, optimizer=_ADAMW, steps=6)
-def frozen_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        if place == 3:
-            ddp.module[0].requires_grad_(False)
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def _freeze(run: Run, ddp: Any, optimizer: Any) -> None:
+    if run.place == 2:
+        ddp.module[0].requires_grad_(False)
 
 
-@loop("layers unfrozen late, with a new DDP model and optimizer", steps=6)
+variant(
+    touched(before_forward=_freeze),
+    "layers frozen late",
+    HOOK_IS_NOT_TOLD,
+    ddp={"find_unused_parameters": True},
+    optimizer=ADAMW,
+    steps=4,
+)
+
+
+@loop("layers unfrozen late, with a new DDP model and optimizer", steps=4)
 def unfrozen_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         if place == 0:
             ddp.module[0].requires_grad_(False)
             ddp = run.rewrap(ddp)
             optimizer = run.optimizer(ddp, [p for p in ddp.parameters() if p.requires_grad])
-        if place == 3:
+        if place == 2:
             ddp.module[0].requires_grad_(True)
             ddp = run.rewrap(ddp)
             optimizer = run.optimizer(ddp)
@@ -195,10 +195,10 @@ def unfrozen_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("the optimizer made anew in mid-run", limit(["hook"], "DDP does not take a hook out again"), steps=6)
+@loop("the optimizer made anew in mid-run", limit(["hook"], "DDP does not take a hook out again"), steps=4)
 def made_anew(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
-        if place == 3:
+        if place == 2:
             run.release()
             optimizer = run.optimizer(ddp)
         optimizer.zero_grad()

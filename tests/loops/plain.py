@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch.nn.functional import mse_loss
 from .corpus import limit, loop, refused
 from .forms import ALL
 from .run import Run
+
+Touch = Callable[[Run, Any, Any], Any]
 
 
 @loop("the usual loop")
@@ -21,6 +23,22 @@ def usual(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         loss.backward()
         optimizer.step()
         yield loss
+
+
+def touched(*, before_forward: Touch | None = None, before_step: Touch | None = None) -> Any:
+    """The usual loop with something before the forward, or between backward and step()."""
+
+    def body(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+        for x, y in run.batches():
+            optimizer.zero_grad()
+            seen = before_forward and before_forward(run, ddp, optimizer)
+            loss = mse_loss(ddp(x), y)
+            loss.backward()
+            noted = before_step and before_step(run, ddp, optimizer)
+            optimizer.step()
+            yield loss, seen, noted
+
+    return body
 
 
 @loop("zero_grad() after step()")

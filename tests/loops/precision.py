@@ -14,11 +14,9 @@ from torch.nn.utils import clip_grad_norm_
 from .corpus import loop, refused, variant
 from .declared import EDITED, SCALED
 from .forms import AUTOMATIC, INTERLEAVED, SHARDED
-from .models import features, mlp
+from .models import ADAMW, features, mlp
 from .plain import usual
 from .run import Run
-
-_ADAMW = partial(optim.AdamW, lr=0.01)
 
 
 def _in(dtype: torch.dtype) -> dict[str, Any]:
@@ -52,7 +50,7 @@ class Complex(nn.Module):
 
 
 variant(usual, "a bfloat16 model, SGD", **_in(torch.bfloat16))
-variant(usual, "a float64 model, AdamW", optimizer=_ADAMW, **_in(torch.float64))
+variant(usual, "a float64 model, AdamW", optimizer=ADAMW, **_in(torch.float64))
 variant(usual, "layers of three dtypes", model=Mixed, optimizer=partial(optim.AdamW, lr=0.01))
 # Of None Adafactor makes the eps of the first parameter's dtype, for all of a group.
 variant(
@@ -82,15 +80,15 @@ def autocast(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-def scaled(*, clips: bool, spoils: bool) -> Any:
-    """The usual loop with a GradScaler; ``spoils`` has one batch whose loss overflows."""
+def scaled(*, clips: bool) -> Any:
+    """The usual loop with a GradScaler, and one batch whose loss overflows."""
 
     def body(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         for place, (x, y) in enumerate(run.batches()):
             optimizer.zero_grad()
             loss = mse_loss(ddp(x), y)
-            if spoils and place == 1:
+            if place == 1:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             if clips:
@@ -103,12 +101,13 @@ def scaled(*, clips: bool, spoils: bool) -> Any:
     return body
 
 
-variant(scaled(clips=False, spoils=True), "GradScaler that skips a step", SCALED)
+variant(scaled(clips=False), "GradScaler that skips a step", SCALED, steps=3)
 variant(
-    scaled(clips=True, spoils=True),
+    scaled(clips=True),
     "GradScaler with unscale_, a clip and a skipped step",
     SCALED,
     refused(["zero deferred"], "the gradient of "),
+    steps=3,
 )
 
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import optim
 from torch.nn.functional import mse_loss
 
 from .corpus import loop, refused
 from .declared import ALREADY_UPDATED
 from .forms import STEPPED
-from .models import batch_norm
+from .models import ADAMW, batch_norm
 from .plain import usual
 from .run import Run
-
-_ADAMW = partial(optim.AdamW, lr=0.01)
 
 
 def _shared(state: Any) -> Any:
@@ -31,7 +27,7 @@ def _shared(state: Any) -> Any:
     return box[0]
 
 
-@loop("saved, and resumed with a new model and optimizer", model=batch_norm, optimizer=_ADAMW)
+@loop("saved, and resumed with a new model and optimizer", model=batch_norm, optimizer=ADAMW)
 def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
     saved = _shared({"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer)})
@@ -44,7 +40,7 @@ def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
 
 
-@loop("resumed from the file that rank 0 of the script wrote", model=batch_norm, optimizer=_ADAMW)
+@loop("resumed from the file that rank 0 of the script wrote", model=batch_norm, optimizer=ADAMW)
 def resumed_from_file(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
     state = {"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer), "step": 3}
@@ -62,7 +58,7 @@ def resumed_from_file(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
 
 
-@loop("the optimizer's state loaded in mid-run, into the same optimizer", optimizer=_ADAMW, steps=2)
+@loop("the optimizer's state loaded in mid-run, into the same optimizer", optimizer=ADAMW, steps=2)
 def reloaded(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
     saved = _shared({"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer)})
@@ -76,7 +72,7 @@ def reloaded(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     "the optimizer's state loaded between backward and step()",
     refused(STEPPED, "load_state_dict() between backward and "),
     ALREADY_UPDATED,
-    optimizer=_ADAMW,
+    optimizer=ADAMW,
 )
 def reloaded_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
@@ -90,7 +86,7 @@ def reloaded_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("plain, then this form, then plain", optimizer=_ADAMW, steps=2)
+@loop("plain, then this form, then plain", optimizer=ADAMW, steps=2)
 def there_and_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     ddp = run.rewrap(ddp)
     first = run.plain_optimizer(ddp.parameters())

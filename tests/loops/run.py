@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .corpus import Loop
     from .forms import Form
 
-__all__ = ["NotOffered", "Record", "Run", "Stepless", "play"]
-
 _BUCKET_CAP_MB = 1024 / 2**20
 _SMALL_BYTES = 2**20
 
@@ -76,14 +74,15 @@ class Run:
         self._registered: list[Any] = []
         self._models: list[DistributedDataParallel] = []
         self._optimizers: list[Any] = []
-        self._batches_given = 0
+        self.place = 0
+        """How many batches have been used."""
         self._compares_state = True
 
     def batches(self, steps: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's next inputs and targets."""
         for _ in range(self.loop.steps if steps is None else steps):
-            yield self.loop.inputs(torch.Generator().manual_seed(1000 * self._batches_given + self.rank))
-            self._batches_given += 1
+            yield self.loop.inputs(torch.Generator().manual_seed(1000 * self.place + self.rank))
+            self.place += 1
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
         """A DDP model with several buckets."""

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
 from .corpus import Declaration, loop, refused, variant
 from .declared import ALREADY_UPDATED
 from .forms import STEPPED
+from .plain import touched, usual
 from .run import Run
 
 
@@ -25,11 +25,7 @@ def scheduled(make: Any) -> Any:
 
     def body(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         scheduler = make(optimizer)
-        for x, y in run.batches():
-            optimizer.zero_grad()
-            loss = mse_loss(ddp(x), y)
-            loss.backward()
-            optimizer.step()
+        for loss in usual(ddp, optimizer, run):
             scheduler.step()
             yield loss, scheduler.get_last_lr()
 
@@ -51,45 +47,20 @@ variant(
 @loop("ReduceLROnPlateau")
 def plateau(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
-    for place, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+    for place, loss in enumerate(usual(ddp, optimizer, run)):
         scheduler.step(place)
         yield loss
 
 
-@loop("a rate set by hand before the forward")
-def warm_up(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.02 * (place + 1)
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def _set_rate(run: Run, ddp: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02 * (run.place + 1)
 
 
-@loop("a rate set between backward and step()", _changed("lr"))
-def rate_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        for group in optimizer.param_groups:
-            group["lr"] = 0.02 * (place + 1)
-        optimizer.step()
-        yield loss
+def _set_momentum(run: Run, ddp: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * run.place
 
 
-@loop("momentum set between backward and step()", _changed("momentum"))
-def momentum_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * place
-        optimizer.step()
-        yield loss
+variant(touched(before_forward=_set_rate), "a rate set by hand before the forward")
+variant(touched(before_step=_set_rate), "a rate set between backward and step()", _changed("lr"))
+variant(touched(before_step=_set_momentum), "momentum set between backward and step()", _changed("momentum"))

@@ -12,8 +12,6 @@ from .compare import is_as_expected, outcomes
 from .corpus import Expected, Loop, load, topic_title
 from .forms import FORMS, forms_of
 
-__all__ = ["PAGE", "main", "page"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reports" / "loops.md"
 
 _TOP = """# Ordinary training loops
@@ -21,7 +19,7 @@ _TOP = """# Ordinary training loops
 `tests/loops` has {loops} training loops as users write them. Each is played with plain DDP and a plain optimizer, and
 again from the same seeds with up to {forms} forms of update, on 2 ranks. Parameters, buffers, losses and the
 optimizer's state are compared bit for bit at every step. Of {cells} cells {exact} are exact, {refused} are refused with
-an error that says what to do, {limits} are limits, and {wrong} are wrong{below}.
+an error that says what to do, and {limits} are limits.
 
 | cell | meaning |
 | --- | --- |
@@ -50,12 +48,11 @@ def page() -> str:
     loops = load()
     errors = _Numbered("R", ending=" ...")
     limits = _Numbered("L")
-    faults = _Numbered("W")
     parts: list[str] = []
     for topic, group in itertools.groupby(loops.values(), key=lambda loop: loop.topic):
         names = [form.name for form in forms_of(topic)]
         parts += [f"\n## {topic_title(topic)}\n", f"| loop | {' | '.join(names)} |", f"| --- {'| :-: ' * len(names)}|"]
-        parts += [_row(loop, {"refused": errors, "limit": limits, "wrong": faults}) for loop in group]
+        parts += [_row(loop, {"refused": errors, "limit": limits}) for loop in group]
     played = [(loop, form.name) for loop in loops.values() for form in forms_of(loop.topic)]
     counts = Counter(loop.expected[form].kind for loop, form in played if form in loop.expected)
     cells = len(played)
@@ -66,14 +63,10 @@ def page() -> str:
         exact=cells - counts.total(),
         refused=counts["refused"],
         limits=counts["limit"],
-        wrong=counts["wrong"] or "none",
-        below=" ([below](#wrong))" if counts["wrong"] else "",
         legend="\n".join(["| form | update |", "| --- | --- |", *(f"| {form.name} | {form.made} |" for form in FORMS)]),
     )
     parts += ["\n## Errors\n", "| mark | begins with |", "| --- | --- |", *errors.rows()]
     parts += ["\n## Limits\n", "| mark | why |", "| --- | --- |", *limits.rows()]
-    if counts["wrong"]:
-        parts += ["\n## Wrong\n", "| mark | what |", "| --- | --- |", *faults.rows()]
     return top + "\n".join(parts) + "\n"
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
@@ -18,10 +17,8 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from .corpus import limit, loop, variant
 from .forms import IN_BACKWARD
 from .models import batch_norm, mlp
-from .plain import usual
+from .plain import touched, usual
 from .run import Run
-
-_ADAMW = partial(optim.AdamW, lr=0.01)
 
 ALREADY_NEW = limit(IN_BACKWARD, "after backward they are the new ones already")
 
@@ -75,11 +72,7 @@ variant(usual, "a forward pre-hook that reads weights", model=Hooked)
 
 @loop("pruning in mid-run, by masks")
 def masks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+    for loss in usual(ddp, optimizer, run):
         run.settle(optimizer)
         with torch.no_grad():
             for layer in (ddp.module[0], ddp.module[2]):
@@ -90,11 +83,7 @@ def masks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 @loop("SWA with SWALR and update_bn", model=batch_norm)
 def swa(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     average, scheduler = AveragedModel(ddp.module), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+    for loss in usual(ddp, optimizer, run):
         scheduler.step()
         run.settle(optimizer)
         average.update_parameters(ddp.module)
@@ -114,11 +103,7 @@ def ema_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
                 mean.lerp_(parameter, 0.1)
 
     optimizer.register_step_post_hook(update)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+    for loss in usual(ddp, optimizer, run):
         yield loss, average
 
 
@@ -155,38 +140,24 @@ def distilled(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss, center, list(teacher.parameters())
 
 
-@loop("weights edited before the forward, through .data")
-def edited(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        run.settle(optimizer)
-        for parameter in ddp.parameters():
-            parameter.data.mul_(0.99)
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def _edit(run: Run, ddp: Any, optimizer: Any) -> None:
+    run.settle(optimizer)
+    for parameter in ddp.parameters():
+        parameter.data.mul_(0.99)
 
 
-@loop("weights read between backward and step()", ALREADY_NEW)
-def read_before_step(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        run.settle(optimizer)
-        seen = [parameter.detach().clone() for parameter in ddp.parameters()]
-        optimizer.step()
-        yield loss, seen
+def _read(run: Run, ddp: Any, optimizer: Any) -> Any:
+    run.settle(optimizer)
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+variant(touched(before_forward=_edit), "weights edited before the forward, through .data")
+variant(touched(before_step=_read), "weights read between backward and step()", ALREADY_NEW)
 
 
 @loop("parameters_to_vector and back")
 def vectors(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+    for loss in usual(ddp, optimizer, run):
         run.settle(optimizer)
         vector = parameters_to_vector(ddp.parameters()).detach()
         vector_to_parameters(vector * 0.99, ddp.parameters())
@@ -206,14 +177,10 @@ def copies(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
             yield loss, copied(x)
 
 
-@loop("the best weights put back: model.load_state_dict() in mid-run")
+@loop("the best weights put back: model.load_state_dict() in mid-run", steps=3)
 def rolls_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     best = copy.deepcopy(ddp.module.state_dict())
-    for place, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+    for place, loss in enumerate(usual(ddp, optimizer, run)):
         if place == 1:
             ddp.module.load_state_dict(best)
         yield loss
