@@ -35,8 +35,6 @@ from overlap import (
     route,
 )
 
-__all__ = ["SENTENCES", "Sentence"]
-
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 MUON = functools.partial(torch.optim.Muon, lr=0.02)

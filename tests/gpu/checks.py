@@ -35,8 +35,6 @@ from .host_waits import a_wait_is_found, no_host_wait
 from .lateness import IN_ORDER, LATE_MODEL, LATE_STAGES, Lateness
 from .sanitizer import Sanitizer, a_race_is_found
 
-__all__ = ["CHECKS", "Check", "no_race", "parity"]
-
 Run = Callable[[Scenario, int, torch.device], None]
 
 

@@ -22,8 +22,6 @@ from streams.loops import Game, trains
 from streams.model import wrapped
 from streams.scenarios import Scenario, step
 
-__all__ = ["a_wait_is_found", "no_host_wait", "traced", "waits_within"]
-
 _LABEL = "overlap::"
 
 

@@ -18,8 +18,6 @@ from torch import nn
 from overlap._torch.device import DeviceStreams, streams_replaced, synchronize
 from overlap.hooks.collectives import Collective
 
-__all__ = ["IN_ORDER", "LATE_MODEL", "LATE_STAGES", "Lateness"]
-
 IN_ORDER, LATE_STAGES, LATE_MODEL = "in order", "late stages", "late model"
 
 # About 3 ms of an H100 or H200, much longer than the host takes to launch what comes next.

@@ -15,8 +15,6 @@ from harness import RankDied, RankFailed, RankHung, WorldError, run_ranks
 
 from .checks import CHECKS
 
-__all__ = ["Result", "run_subject", "summary"]
-
 _WORLD_S = 90.0
 _OUTCOMES: dict[type[WorldError], str] = {RankFailed: "failed", RankDied: "died", RankHung: "hung"}
 

@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streams.scenarios import Scenario
 
-__all__ = ["Sanitizer", "a_race_is_found"]
-
 
 class Sanitizer(TorchDispatchMode):
     """The sanitizer's own mode, but that no version takes `record_stream` for a kernel that writes."""

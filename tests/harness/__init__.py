@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ._rank import UNKNOWN_BACKEND
-from .errors import RankDied, RankFailed, RankHung, WorldError
 from .parity import assert_parity
-from .ranks import run_ranks, start_server
+from .ranks import RankDied, RankFailed, RankHung, WorldError, run_ranks, start_server
 from .spy import bucket_calls
 from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, train, wrap
 

@@ -12,22 +12,6 @@ from torch.optim import Optimizer
 
 from overlap import declare
 
-__all__ = [
-    "LAMB",
-    "SAM",
-    "SGLD",
-    "BlockwiseAdamW",
-    "ClippedLAMB",
-    "CountingSGD",
-    "DelegatingOptimizer",
-    "Lion",
-    "Lookahead",
-    "Prodigy",
-    "PropertyWrapper",
-    "clip_gradients",
-    "patch_step",
-]
-
 Params = Iterable[Any]
 Closure = Callable[[], Any]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MUTANTS", "Mutant"]
-
 
 class Mutant(NamedTuple):
     """One fault; its name says which promise it breaks."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import gc
+import importlib
 import json
 import random
 import shutil
 import sys
 import tempfile
 import time
-import warnings
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-from .faults import FAULTS
+import torch
+
 from .forms import FORMS
 from .group import become_subreaper
-from .report import markdown, read
-from .trial import References, Result, drawn, pairs_of, run_trial
+from .trial import FAULTS, References, Result, drawn, pairs_of, run_trial
 
 
 def _parsed() -> argparse.Namespace:
@@ -33,28 +34,12 @@ def _parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _preload() -> None:
-    """Imports what a rank needs, once, before the first fork."""
-    with warnings.catch_warnings(action="ignore"):
-        import torch
-        import torch._dynamo
-        import torch._inductor
-        import torch.distributed.checkpoint
-
-        import overlap.compose
-        import overlap.optim.local_sgd
-        import overlap.optim.zero
-        import overlap.resume  # noqa: F401
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-
-
 def _campaign() -> int:
     options = _parsed()
     options.out.mkdir(parents=True, exist_ok=True)
     kept = options.out / "trials.jsonl"
-    _preload()
+    importlib.import_module("harness._preload")  # What a rank needs, once, before the first fork.
+    torch.set_num_threads(1)
     become_subreaper()
     _play(options, kept)
     trials = read(kept)
@@ -110,6 +95,43 @@ def _note(result: Result, kept: Path, out: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(out / "unclean" / result.seed, ignore_errors=True)
         shutil.move(folder, out / "unclean" / result.seed)
+
+
+Trial = dict[str, Any]
+
+
+def read(path: Path) -> list[Trial]:
+    """The trials of a campaign; of two with one seed the later one."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return list({trial["seed"]: trial for trial in map(json.loads, lines)}.values())
+
+
+def markdown(trials: list[Trial]) -> str:
+    """A line for each fault and a column for each form: clean / trials, and the slowest error in seconds."""
+    cells = defaultdict(list)
+    for trial in trials:
+        cells[trial["form"], trial["fault"]].append(trial)
+    ours = [trial for trial in trials if FORMS[trial["form"]].is_ours]
+    forms = [form for form in FORMS if any((form, fault) in cells for fault in FAULTS)]
+    first = (
+        f"{len(ours)} trials of overlap's forms: {sum(not trial['unclean'] for trial in ours)} clean, "
+        f"{sum(trial['resumed_exactly'] for trial in ours)} resumed bit for bit; beside them {len(trials) - len(ours)} "
+        "of plain DDP. In a cell: *clean / trials*, and the longest time in seconds from the fault to another rank's "
+        "error."
+    )
+    lines = [first, "", "| fault | " + " | ".join(forms) + " |", "| --- |" + " ---: |" * len(forms)]
+    faults = [fault for fault in FAULTS if any((form, fault) in cells for form in forms)]
+    lines += [f"| {fault} | {' | '.join(_cell(cells[form, fault]) for form in forms)} |" for fault in faults]
+    lines += [f"- {trial['seed']}: {text}" for trial in ours for text in trial["unclean"]]
+    return "\n".join(lines)
+
+
+def _cell(trials: list[Trial]) -> str:
+    if not trials:
+        return "-"
+    slowest_s = max((trial["slowest_s"] for trial in trials if trial["slowest_s"] is not None), default=None)
+    clean = sum(not trial["unclean"] for trial in trials)
+    return f"{clean}/{len(trials)}" + ("" if slowest_s is None else f", {slowest_s:.1f}")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from overlap import Int8, Join, PeerError, auto_quantize
 
 from .model import batch
 
-__all__ = ["Game", "Loop"]
-
 _STEPS = 3  # Buckets are cut anew after the first, and chains run on streams of their own from the second on.
 _BATCHES = 16
 

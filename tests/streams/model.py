@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.streams import active
 from overlap.optim.zero import exchange
 
-__all__ = ["CPU", "Branches", "Deep", "Net", "Unused", "batch", "matrices", "rest", "wrapped"]
-
 CPU = torch.device("cpu")
 _WIDTH = 16
 # Gathers that ride into the next forward come in several parts, though buckets are small.

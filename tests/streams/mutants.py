@@ -17,8 +17,6 @@ from types import FunctionType
 from typing import Any
 from unittest import mock
 
-__all__ = ["MUTANTS", "Mutant", "mutated"]
-
 
 @dataclass(frozen=True)
 class Mutant:

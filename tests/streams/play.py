@@ -16,8 +16,6 @@ from .model import wrapped
 from .mutants import MUTANTS, mutated
 from .scenarios import SCENARIOS, Scenario
 
-__all__ = ["Outcome", "find", "found_in_ranks", "played"]
-
 
 @dataclass(frozen=True)
 class Outcome:

@@ -32,8 +32,6 @@ from . import loops
 from .loops import Loop
 from .model import Branches, Deep, Net, Unused, matrices, rest
 
-__all__ = ["SCENARIOS", "Scenario"]
-
 Build = Callable[[Any], list[Any]]
 """Registers a chain on a DDP model and returns the optimizers of the loop."""
 Make = Callable[[], Any]

@@ -20,8 +20,6 @@ from torch import Tensor
 from .clocks import Access, Timeline
 from .shadow import Memory
 
-__all__ = ["Allocator"]
-
 _SWEEP_EVERY = 1000
 
 

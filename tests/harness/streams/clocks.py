@@ -17,8 +17,6 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["Access", "Event", "Frame", "Moment", "Stream", "Timeline", "frames_of_interest"]
-
 Frame = tuple[str, int, str]
 Moment = dict["Timeline", int]
 

@@ -34,8 +34,6 @@ from .operators import aten, is_host_synchronization, operands
 from .report import Fault, HostSync, Report
 from .shadow import Memory
 
-__all__ = ["Detector", "active", "detecting"]
-
 _active: Detector | None = None
 _COPIES = {aten.copy_, aten._foreach_copy_}
 

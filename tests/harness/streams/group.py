@@ -28,8 +28,6 @@ from .detector import Detector, active
 from .operators import tensors_in
 from .simulated import DeviceFuture
 
-__all__ = ["STREAMS_BACKEND", "StreamGroup", "StreamWork"]
-
 STREAMS_BACKEND = "simulated-streams"
 
 

@@ -18,8 +18,6 @@ from overlap._torch.read_only import AppliedGradient
 if TYPE_CHECKING:
     from .detector import Detector
 
-__all__ = ["FunctionMode", "OperatorMode"]
-
 
 class OperatorMode(TorchDispatchMode):
     """Sees every ATen operator that runs on this thread, those of C++ and of autograd included."""

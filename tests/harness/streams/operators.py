@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Operands", "is_host_synchronization", "operands", "tensors_in"]
-
 aten = torch.ops.aten
 
 # The shape of the result depends on values, or the result is a number: on a device the host waits for them.

@@ -11,8 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .clocks import Access, Host, Timeline
 
-__all__ = ["Memory"]
-
 
 class Memory:
     """Shadow of one storage: for each byte its last write, and its last read by each timeline since.

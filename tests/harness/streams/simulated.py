@@ -22,8 +22,6 @@ from .operators import tensors_in
 if TYPE_CHECKING:
     from .detector import Detector
 
-__all__ = ["DeviceFuture", "SimulatedStreams", "futures_of_hooks"]
-
 
 class SimulatedStreams(DeviceStreams):
     """Takes the place of all devices' streams; see [Note: simulated streams]."""

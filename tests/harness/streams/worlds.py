@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .group import STREAMS_BACKEND, StreamGroup, StreamWork
 
-__all__ = ["one_process"]
-
 _ONE_PROCESS = "simulated-streams-in-one-process"
 
 
