@@ -72,7 +72,7 @@ def _trains(name: str, sentence: Sentence, rank: int) -> None:
     plain = _wrapped()
     by_hand = sentence.plain(plain)
     before = copy.deepcopy(list(ddp.parameters()))
-    for step in range(STEPS):
+    for step in range(4):
         _step(ddp, optimizers, step, rank)
         _settle(optimizers)
         if step % sentence.equal_every == sentence.equal_every - 1:
@@ -106,7 +106,7 @@ def _accumulates(name: str, sentence: Sentence, rank: int) -> None:
 def _joins(name: str, sentence: Sentence, rank: int) -> None:
     ddp, optimizers = _made(sentence)
     with Join([ddp, *optimizers]):
-        for step in range(3 + 3 * rank):
+        for step in range(2 + 2 * rank):
             _step(ddp, optimizers, step, rank)
     _settle(optimizers)
     _assert_ranks_equal(ddp, f"{name}, after uneven inputs")
@@ -115,11 +115,11 @@ def _joins(name: str, sentence: Sentence, rank: int) -> None:
 def _meets_nan(name: str, sentence: Sentence, rank: int) -> None:
     """A gradient that is not finite on one rank: seen by all, or skipped by all; and it is not remembered."""
     ddp, optimizers = _made(sentence)
-    for step in range(3):
+    for step in range(2):
         _step(ddp, optimizers, step, rank)
     _settle(optimizers)
     before = copy.deepcopy(list(ddp.parameters()))
-    loss = _loss(ddp, 3, rank) * (float("nan") if rank == 0 else 1.0)
+    loss = _loss(ddp, 2, rank) * (float("nan") if rank == 0 else 1.0)
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -137,7 +137,7 @@ def _meets_nan(name: str, sentence: Sentence, rank: int) -> None:
             for value in state.values():
                 if isinstance(value, Tensor):
                     value.nan_to_num_()
-    _step(ddp, optimizers, 4, rank)
+    _step(ddp, optimizers, 3, rank)
 
 
 def _assert_same_finite(ddp: Any, name: str) -> None:
