@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 
 from .clocks import Access, Frame
 
-# Everyone comes through these; what waits is who calls them.
-_DOORS = ("overlap/_torch/device.py", "overlap/ranks/board.py")
-
 
 @dataclass(frozen=True)
 class Fault:
