@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,28 @@ from overlap.optim.update import Update
 from overlap.resume import TrainState
 from overlap.resume.train_state import remembers
 
-__all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run", "load_files", "save_files"]
+__all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run", "load_files", "needs", "save_files"]
 
 ChainFor = Stage | Sequence[Stage] | Callable[..., Stage]
 LocalSGDFor = Callable[[DistributedDataParallel, Any], LocalSGD]
 
 _logger = logging.getLogger("overlap.integrations")
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Wraps the imports of the package that ``extra`` of the distribution installs and is named after.
+
+    Raises:
+        ImportError: it is not installed; the message says how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != extra:
+            raise  # It is there, and something that it needs is not.
+        error.msg = f"{error.msg}: pip install '.[{extra}]' in a clone of overlap"
+        raise
 
 
 @dataclass(frozen=True)
@@ -135,6 +152,11 @@ class Run:
     def has_updates(self) -> bool:
         """Whether something registered makes the updates, and not the framework."""
         return self.is_local or bool(self.updates)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether an update of the chain is made in backward, so that its gradients are read-only after it."""
+        return not all(update.updates_after_backward for update in self.updates)
 
     def consolidate(self) -> None:
         """Gather divided states on rank 0, whose ``state_dict()`` a framework saves; every rank calls it."""

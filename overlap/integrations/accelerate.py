@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from accelerate import Accelerator, DistributedType
-from accelerate.optimizer import patch_optimizer_step
-from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, save_files
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, needs, save_files
+
+with needs("accelerate"):
+    from accelerate import Accelerator, DistributedType
+    from accelerate.optimizer import patch_optimizer_step
+    from accelerate.utils import DDPCommunicationHookType
 
 __all__ = ["prepare", "remove"]
 
@@ -145,6 +148,8 @@ class Attached:
         updating = [run for run in self.runs if run.updates and not asked.isdisjoint(map(id, run.ddp.parameters()))]
         sharded = [zero for run in updating for zero in run.sharded]
         if not sharded:
+            if max_norm == float("inf") and any(run.updates_in_backward for run in updating):
+                return get_total_norm([one.grad for one in wanted if one.grad is not None], norm_type)  # Read-only.
             return self._clip(wanted, max_norm, norm_type)
         covered = {id(parameter) for group in sharded[0].param_groups for parameter in group["params"]}
         if len(sharded) > 1 or asked != covered:

@@ -8,19 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
-
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.hooks import AllReduce, Stage
 from overlap.hooks import chain as chain_of
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, needs
 from overlap.optim import Step
 from overlap.resume.train_state import remembers
+
+with needs("lightning"):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import GradClipAlgorithmType
 
 __all__ = ["OverlapStrategy"]
 

@@ -23,18 +23,20 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torchft.manager import Manager, WorldSizeMode
-from torchft.process_group import ManagedProcessGroup
 
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import PostLocal, Role, Stage
 from overlap.hooks import chain as chain_of
 from overlap.hooks.adapters import HookStage
 from overlap.hooks.stage import walk
-from overlap.integrations._common import ChainFor, Recipe, Run
+from overlap.integrations._common import ChainFor, Recipe, Run, needs
 from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.resume import load_state_dict, state_dict
+
+with needs("torchft"):
+    from torchft.manager import Manager, WorldSizeMode
+    from torchft.process_group import ManagedProcessGroup
 
 __all__ = ["ManagedOptimizer", "prepare"]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, needs, save_files
 
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, save_files
+with needs("transformers"):
+    from transformers import Trainer, TrainerCallback
+
 from overlap.integrations.accelerate import Attached
 
 __all__ = ["OverlapCallback", "OverlapMixin", "OverlapTrainer"]
@@ -63,9 +65,10 @@ class OverlapMixin:
         self.overlap_resume = checkpoint
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The norm that is logged; none where an update in backward has used the gradients."""
+        """The norm that is logged; none where gradients cannot be read."""
         updates = [] if self.overlap_run is None else self.overlap_run.updates
-        if grad_norm is None and not all(update.updates_after_backward for update in updates):
+        hidden = (one for one in updates if one.is_sharded or one.releases_gradients)
+        if grad_norm is None and not all(update.updates_after_backward for update in hidden):
             return None
         return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 

@@ -1,10 +1,11 @@
-"""docs/reports/integrations.md shows what the tests play. Needs none."""
+"""docs/reports/integrations.md shows what the tests play; a missing package is named with its extra. Needs none."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,23 @@ def test_every_cell_says_what_is_checked() -> None:
             assert all(
                 cell.message and cell.why if isinstance(cell, Refused) else cell[0] == "=" for cell in row.values()
             )
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+    needed = ("lightning", "accelerate", "transformers", "torchft")
+    # As where none is installed, also where they are.
+    program = (
+        "import sys, importlib\n"
+        f"sys.modules.update(dict.fromkeys({needed}))\n"
+        f"for extra in {needed}:\n"
+        "    try: importlib.import_module(f'overlap.integrations.{extra}')\n"
+        "    except ImportError as error: print(error)\n"
+    )
+    shown = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, said in zip(needed, shown.stdout.splitlines(), strict=True):
+        assert f"pip install '.[{extra}]'" in said
+        assert any(re.match(rf"{extra}\b", package) for package in extras[extra])
 
 
 def test_importing_the_integrations_imports_no_framework() -> None:
