@@ -261,7 +261,7 @@ MUTANTS: dict[str, Mutant] = {
         "optim/local_sgd/torch_names.py",
         "groups[due[-1]]",
         "groups[due[0]]",
-        "optim/local_sgd/test_local_sgd_torch_names.py -k longest",
+        "optim/local_sgd/test_local_sgd_torch_names.py -k four",
     ),
     "the outer optimizer makes no step": Mutant(
         "optim/local_sgd/averager.py", "step_whole(self.outer)", "copy_all(anchors, means)", _AVERAGES

@@ -20,19 +20,20 @@ Values = dict[str, Tensor]
 Cells = Mapping[str, Callable[[int, int], None]]
 
 
-def failures(cells: Cells, world_size: int) -> dict[str, str]:
-    """Calls each of ``cells`` in one world of ranks; the traceback of each that failed, by name."""
+def play(cells: Cells, world_size: int) -> None:
+    """Calls each of ``cells`` in one world of ranks; fails with the tracebacks of those that failed, by name."""
 
-    def play(rank: int, world_size: int) -> dict[str, str]:
-        failed = {}
+    def each(rank: int, world_size: int) -> list[str]:
+        failed = []
         for name, cell in cells.items():
             try:
                 cell(rank, world_size)
             except Exception:
-                failed[name] = f"rank {rank}: {traceback.format_exc()}"
+                failed.append(f"{name}, rank {rank}: {traceback.format_exc()}")
         return failed
 
-    return {name: text for failed in run_ranks(play, world_size) for name, text in failed.items()}
+    failed = [text for of_rank in run_ranks(each, world_size, timeout_s=150) for text in of_rank]
+    assert not failed, "\n\n".join(failed)
 
 
 def values_of(model: nn.Module) -> Values:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_loops import Values, assign, failures, run, sgd, values_of
+from local_loops import Values, assign, play, run, sgd, values_of
 from local_wires import assert_equal_ranks, sum_by_hand
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
@@ -60,16 +60,6 @@ ENDS: dict[str, Callable[[int, int], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failed() -> dict[str, str]:
-    return failures(ENDS, 3)
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_uneven_inputs_end_with_equal_parameters(name: str, failed: dict[str, str]) -> None:
-    assert name not in failed, failed[name]
-
-
 def _flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -115,8 +105,8 @@ def _weights(rank: int, world_size: int) -> None:
         assert_parity(values_of(ddp.module), _by_hand(world_size, is_wired=True), what=f"{kind.__module__}, 4 bits")
 
 
-def test_a_rank_counts_for_the_steps_that_it_made_in_the_round() -> None:
-    run_ranks(_weights, 3)
+def test_uneven_inputs() -> None:
+    play({**ENDS, "a rank counts for the steps that it made in the round": _weights}, 3)
 
 
 def _left_out(rank: int, world_size: int) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import local, mean_of, run, sgd, values_of
+from local_loops import local, mean_of, play, run, sgd, values_of
 from torch import Tensor, nn
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import ConfigurationError, Int8, LocalSGD, RegistrationError
 
@@ -49,10 +49,6 @@ def _in_a_loop(rank: int, world_size: int) -> None:
         copy.deepcopy(made)
 
 
-def test_closures_accumulation_hooks_and_schedulers_are_those_of_an_optimizer() -> None:
-    run_ranks(_in_a_loop, 2)
-
-
 def _start(rank: int, world_size: int) -> None:
     """With an outer optimizer the first step is local, and its rate can be scheduled."""
     ddp = wrap(MLP.model())
@@ -67,10 +63,6 @@ def _start(rank: int, world_size: int) -> None:
     assert made.averager.rounds == 1 and made.outer.param_groups[0]["lr"] == 0.35
 
 
-def test_an_outer_optimizer_starts_at_once() -> None:
-    run_ranks(_start, 2)
-
-
 def _switch(rank: int, world_size: int) -> None:
     """DDP is switched off while ranks train alone, unless a subgroup goes on; removed, all is as before."""
     for subgroup, syncs in ((None, False), ("machine", True)):
@@ -81,10 +73,6 @@ def _switch(rank: int, world_size: int) -> None:
         assert ddp.require_backward_grad_sync
         with pytest.raises(RegistrationError, match="make another one"):
             made.step()
-
-
-def test_ddp_is_switched_off_while_ranks_train_alone() -> None:
-    run_ranks(_switch, 2)
 
 
 def _wrong_arguments(rank: int, world_size: int) -> None:
@@ -111,5 +99,13 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
             LocalSGD(**{"ddp": ddp, "optimizer": sgd(ddp.parameters()), **options})
 
 
-def test_wrong_arguments_are_named() -> None:
-    run_ranks(_wrong_arguments, 2)
+CELLS = {
+    "closures, accumulation, hooks and schedulers are those of an optimizer": _in_a_loop,
+    "an outer optimizer starts at once": _start,
+    "DDP is switched off while ranks train alone": _switch,
+    "wrong arguments are named": _wrong_arguments,
+}
+
+
+def test_two_ranks() -> None:
+    play(CELLS, 2)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from local_loops import local, plain, run, sgd
+from local_loops import local, plain, play, run, sgd
 from local_wires import ByHand
 from torch import nn
 
 import overlap
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, wrap
 from harness.models import MLP
 from overlap import ConfigurationError, Int4, LocalSGD, UnsupportedError
 
@@ -63,10 +63,6 @@ def _muloco(rank: int, world_size: int) -> None:
         resumed.load_state_dict(sgd(fresh.parameters()).state_dict())
 
 
-def test_muon_and_adamw_inside_of_diloco() -> None:
-    run_ranks(_muloco, 2)
-
-
 def _refused(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model())
     muon, adamw = muon_and_adamw(ddp.parameters())
@@ -81,5 +77,5 @@ def _refused(rank: int, world_size: int) -> None:
             LocalSGD(ddp, optimizers)
 
 
-def test_what_several_optimizers_cannot_do_is_refused() -> None:
-    run_ranks(_refused, 2)
+def test_two_ranks() -> None:
+    play({"Muon and AdamW inside of DiLoCo": _muloco, "what several cannot do is refused": _refused}, 2)

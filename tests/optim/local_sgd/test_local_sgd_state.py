@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import local, run, sgd, values_of
+from local_loops import local, play, run, sgd, values_of
 from local_wires import assert_equal_ranks, errors_of
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, wrap
 from harness.models import BATCH_NORM, MLP
 from overlap import ConfigurationError, Int4, Int8, LocalSGD
 
@@ -61,11 +61,6 @@ def _resume(rank: int, world_size: int, what: str) -> None:
             assert_parity(errors_of(resumed), errors, what=f"{what}, errors, resumed {STOPS[stop]}")
 
 
-@pytest.mark.parametrize("what", ["streaming", "wired", "wired, streaming"])
-def test_resume_is_exact(what: str) -> None:
-    run_ranks(_resume, 2, what)
-
-
 def _other_optimizers(rank: int, world_size: int) -> None:
     """A plain optimizer loads the state, and the other way round with a warning; other settings are refused."""
     build: Any = functools.partial(LocalSGD, period=3, start_step=0, **STREAMING)
@@ -83,10 +78,6 @@ def _other_optimizers(rank: int, world_size: int) -> None:
     with pytest.warns(UserWarning, match="stays at step 4"):
         made.load_state_dict(made.optim.state_dict())
     assert made.averager.step == 4 and made.averager.pending is not None
-
-
-def test_states_of_other_optimizers_and_settings() -> None:
-    run_ranks(_other_optimizers, 2)
 
 
 def _states(rank: int, world_size: int) -> None:
@@ -146,5 +137,12 @@ def _states(rank: int, world_size: int) -> None:
             build(plain, sgd(plain.parameters()), **options).load_state_dict(states[rank])
 
 
-def test_states_for_other_ranks_and_other_settings() -> None:
-    run_ranks(_states, 2)
+CELLS: dict[str, Any] = {
+    **{what: functools.partial(_resume, what=what) for what in ("streaming", "wired", "wired, streaming")},
+    "other optimizers": _other_optimizers,
+    "other ranks and other settings": _states,
+}
+
+
+def test_two_ranks() -> None:
+    play(CELLS, 2)

@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import local, plain, run, sgd
+from local_loops import Cells, local, plain, play, run, sgd
 from local_wires import ByHand, assert_equal_ranks, errors_of, gathered, sent_bytes
 from torch import Tensor, nn
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, wrap
 from harness.models import MLP
 from overlap import (
     Int4,
@@ -64,11 +64,6 @@ def _by_hand(rank: int, world_size: int) -> None:
             assert_equal_ranks(ddp.module, f"{name}, synchronized")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_is_sent_is_the_change_since_the_last_average(world_size: int) -> None:
-    run_ranks(_by_hand, world_size)
-
-
 def _bytes(rank: int, world_size: int) -> None:
     """4-bit averages send an eighth of full precision, and the scales."""
     counts = {}
@@ -87,20 +82,12 @@ def _bytes(rank: int, world_size: int) -> None:
     assert counts["int4"] / counts["fp32"] == pytest.approx(0.127, abs=0.003)
 
 
-def test_bytes_sent() -> None:
-    run_ranks(_bytes, 3)
-
-
 def _one_rank(rank: int, world_size: int) -> None:
     plain_run, _, _ = local(MLP, rank, steps=6, build=functools.partial(LocalSGD, period=2, start_step=0))
     build = functools.partial(LocalSGD, period=2, start_step=0, wire=Int4(), error_feedback=True)
     wired, made, _ = local(MLP, rank, steps=6, build=build)
     assert_parity(wired, plain_run, what="one rank: nothing is rounded")
     assert dist.get_world_size() == 1 and made.averager.rounds == 3
-
-
-def test_one_rank_rounds_nothing() -> None:
-    run_ranks(_one_rank, 1)
 
 
 # What goes wrong.
@@ -140,10 +127,6 @@ def _failures(rank: int, world_size: int) -> None:
         assert_equal_ranks(ddp.module, f"overlap {delay}, after a failed average")
 
 
-def test_a_failed_average_changes_no_memory() -> None:
-    run_ranks(_failures, 2)
-
-
 def _is_let_go(rank: int, world_size: int) -> None:
     """An average that failed on the training thread, and that nobody waits for, keeps no model."""
     wire = _RaisesWhenArmed([1])
@@ -156,10 +139,6 @@ def _is_let_go(rank: int, world_size: int) -> None:
     del made, ddp
     gc.collect()
     assert model() is None
-
-
-def test_a_failed_average_keeps_no_model() -> None:
-    run_ranks(_is_let_go, 2)
 
 
 def _not_finite(rank: int, world_size: int) -> None:
@@ -175,10 +154,6 @@ def _not_finite(rank: int, world_size: int) -> None:
         run(MLP, rank, [3] if not delay else [3, 4], ddp, made)
         assert_parity(errors_of(made), before, what=f"overlap {delay}: what was left out")
         assert next(ddp.parameters()).isnan().any(), "on every rank"
-
-
-def test_a_parameter_that_is_not_finite_shows_on_every_rank_and_enters_no_memory() -> None:
-    run_ranks(_not_finite, 2)
 
 
 class _Mixed(nn.Module):
@@ -219,10 +194,6 @@ def _dtypes(rank: int, world_size: int) -> None:
     assert module.mean.tolist() == [0.5] * 3 and module.count.item() == rank, "buffers are exact, integers kept"
 
 
-def test_parameters_of_every_real_dtype() -> None:
-    run_ranks(_dtypes, 2)
-
-
 def _others(rank: int, world_size: int) -> None:
     imaginary = wrap(nn.Linear(2, 2, dtype=torch.complex64))
     for option, given in {"wire": Int8(), "outer": OUTER}.items():
@@ -230,5 +201,17 @@ def _others(rank: int, world_size: int) -> None:
             LocalSGD(imaginary, torch.optim.SGD(imaginary.parameters(), lr=0.1), **{option: given})  # type: ignore[arg-type]
 
 
-def test_complex_parameters_are_refused() -> None:
-    run_ranks(_others, 1)
+ONE = {"one rank rounds nothing": _one_rank, "complex parameters are refused": _others}
+TWO = {
+    "what is sent is the change since the last average": _by_hand,
+    "a failed average changes no memory": _failures,
+    "a failed average keeps no model": _is_let_go,
+    "a parameter that is not finite shows on every rank and enters no memory": _not_finite,
+    "parameters of every real dtype": _dtypes,
+}
+THREE = {"what is sent is the change since the last average": _by_hand, "bytes sent": _bytes}
+
+
+@pytest.mark.parametrize(("world_size", "cells"), [(1, ONE), (2, TWO), (3, THREE)])
+def test_ranks(world_size: int, cells: Cells) -> None:
+    play(cells, world_size)
