@@ -118,7 +118,12 @@ class Averager:
                 )
             self.anchors = {n: p.detach().to(wider(p.dtype), copy=True) for n, p in self._parameters.items()}
             if outer is not None:
-                self.outer = _made(outer, list(self.anchors.values()))
+                if isinstance(outer, Optimizer) or not callable(outer):
+                    raise ConfigurationError(
+                        f"outer must be a function that makes an optimizer of tensors, got {described(outer)}; give "
+                        "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+                    )
+                self.outer = check_optimizer(outer(list(self.anchors.values())))
             if wire is not None:
                 self.wire = WiredMean(wire, self.anchors, error_feedback=error_feedback, owner=owner)
         self.step = 0
@@ -322,17 +327,3 @@ def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[st
             "too unequal; give a smaller number"
         )
     return list(fragments.values())
-
-
-def _made(make: MakeOptimizer, values: list[Tensor]) -> Optimizer:
-    if isinstance(make, Optimizer) or not callable(make):
-        raise ConfigurationError(
-            f"outer must be a function that makes an optimizer of tensors, got {type(make).__name__}; give "
-            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
-        )
-    try:
-        return check_optimizer(make(values))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"outer could not be made from the model's parameters: {error}") from error
