@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import gc
+import importlib
 import json
 import random
 import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .forms import FORMS
 from .group import become_subreaper
@@ -33,28 +34,12 @@ def _parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _preload() -> None:
-    """Imports what a rank needs, once, before the first fork."""
-    with warnings.catch_warnings(action="ignore"):
-        import torch
-        import torch._dynamo
-        import torch._inductor
-        import torch.distributed.checkpoint
-
-        import overlap.compose
-        import overlap.optim.local_sgd
-        import overlap.optim.zero
-        import overlap.resume  # noqa: F401
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-
-
 def _campaign() -> int:
     options = _parsed()
     options.out.mkdir(parents=True, exist_ok=True)
     kept = options.out / "trials.jsonl"
-    _preload()
+    importlib.import_module("harness._preload")  # What a rank needs, once, before the first fork.
+    torch.set_num_threads(1)
     become_subreaper()
     _play(options, kept)
     trials = read(kept)

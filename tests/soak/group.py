@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .rank import STEPS, Spec, run
+from .rank import Plan, Spec, run
 
 _GRACE_S = 15.0  # After the group's timeout, until a rank that has not ended counts as hung.
 _LOOKING_S = 0.004
@@ -40,25 +40,6 @@ class Outcome:
     strays: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a group is told."""
-
-    form: str
-    ranks: int
-    folder: Path
-    timeout_s: float = 8.0
-    fault: str | None = None
-    victim: int = -1
-    fault_step: int = -1
-    delay_s: float = 0.0
-    stopped_s: float = 0.0
-    resumes_from: int | None = None
-    stops_after: int = STEPS
-    destroys: bool = True
-    is_quick: bool = False
-
-
 def play(plan: Plan, send: Callable[[int], None] | None = None) -> Outcome:
     """Runs the group to its end. `send` acts on the victim's process a moment after its step has begun."""
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -66,13 +47,9 @@ def play(plan: Plan, send: Callable[[int], None] | None = None) -> Outcome:
     read, write = os.pipe()
     pids = []
     for rank in range(plan.ranks):
-        spec = Spec(
-            form=plan.form, rank=rank, ranks=plan.ranks, folder=plan.folder, timeout_s=plan.timeout_s,
-            port=listener.getsockname()[1], listener=listener if rank == 0 else None,
-            fault=plan.fault if rank == plan.victim else None, fault_step=plan.fault_step,
-            resumes_from=plan.resumes_from, stops_after=plan.stops_after, destroys=plan.destroys,
-            is_quick=plan.is_quick, pipe=write,
-        )  # fmt: skip
+        told = {**vars(plan), "fault": plan.fault if rank == plan.victim else None}
+        hosts = listener if rank == 0 else None
+        spec = Spec(**told, rank=rank, port=listener.getsockname()[1], listener=hosts, pipe=write)
         for left in (spec.report, spec.log, spec.end):
             left.unlink(missing_ok=True)
         pid = os.fork()

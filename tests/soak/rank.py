@@ -35,22 +35,31 @@ _LEFT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """One rank of one group."""
+class Plan:
+    """What a group is told."""
 
     form: str
-    rank: int
     ranks: int
     folder: Path
-    timeout_s: float
+    timeout_s: float = 8.0
+    fault: str | None = None
+    victim: int = -1
+    fault_step: int = -1
+    delay_s: float = 0.0
+    stopped_s: float = 0.0
+    resumes_from: int | None = None
+    stops_after: int = STEPS
+    destroys: bool = True  # The process group, after an error; otherwise the error just ends the script.
+    is_quick: bool = False  # Ranks leave without the end of the interpreter, which takes two seconds.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(Plan):
+    """What one rank is told; the fault is the victim's only."""
+
+    rank: int
     port: int
     listener: socket.socket | None  # Of the rank that hosts the store.
-    fault: str | None  # On the victim only.
-    fault_step: int
-    resumes_from: int | None
-    stops_after: int
-    destroys: bool  # The process group, after an error; otherwise the error just ends the script.
-    is_quick: bool  # Leaves without the end of the interpreter, which takes two seconds.
     pipe: int  # Where the victim says that its step has begun.
 
     @property

@@ -18,8 +18,8 @@ from harness import assert_parity
 
 from . import checkpoints
 from .forms import FORMS, Form
-from .group import Outcome, Plan, play
-from .rank import SHORTER_BY, STEPS
+from .group import Outcome, play
+from .rank import SHORTER_BY, STEPS, Plan
 
 TIMEOUT_S = 8.0
 SHORT_TIMEOUT_S = 3.0  # Where the fault is only known by it.
