@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._checks import check_ddp, described
 from overlap._torch.autograd import after_all_of_backward
-from overlap._torch.c10d import bucket_gradients
+from overlap._torch.c10d import bucket_gradients, issued
 from overlap._torch.join import on_notify
 from overlap._torch.optimizer import all_of, is_scheduled, runs_step_hooks, watch_steps
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
@@ -168,6 +168,9 @@ class DDPAdapter:
         self.hook = hook
         self._ddp, self._join = ddp, join
         self._count = _Count(join)
+        # Before the first forward of the module that a rank without inputs would have to follow.
+        self._issued: int | None = None
+        self._checks_forward = join.shadows
         # By id, in the reducer's order. Asked for in advance: to look parameters up waits for gathers under way, and
         # those wait for the other ranks.
         self._reduced: list[int] = []
@@ -206,14 +209,16 @@ class DDPAdapter:
         if join.shadows:
             handle = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
             undo.callback(handle.remove)
-        # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second.
+        # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second, which
+        # DDP asks when it is about to call the module.
         answers = {
             "_find_common_rank": lambda rank, condition: join.buffer_source,
-            "_check_global_requires_backward_grad_sync": lambda is_joined_rank: None,
+            "_check_global_requires_backward_grad_sync": torch.compiler.disable(self._before_module),
         }
         for name, answer in answers.items():
             setattr(ddp, name, answer)
             undo.callback(vars(ddp).pop, name, None)
+        undo.callback(ddp.register_forward_hook(torch.compiler.disable(self._after_module)).remove)
 
     # An active rank.
 
@@ -237,6 +242,18 @@ class DDPAdapter:
             if self._divides_without_hook:
                 ddp.reducer._set_forward_pass_work_handle(self._count, False)
         self._accumulates = records_gradients and not synchronizes
+
+    def _before_module(self, is_joined_rank: bool) -> None:
+        if self._checks_forward:
+            self._issued = issued(self._ddp.process_group)
+
+    def _after_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._checks_forward and self._issued != issued(self._ddp.process_group):
+            raise UnsupportedError(
+                "the model issues collectives of its own in forward, which a rank without inputs cannot answer; "
+                f"{_LOCKSTEP}"
+            )
+        self._checks_forward = False
 
     @property
     def _trained(self) -> list[Tensor]:
