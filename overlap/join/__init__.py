@@ -1,8 +1,7 @@
 """Ranks with different numbers of batches: which of them take part in a step, and how the others follow."""
 
 from overlap._lazy import check_imported_as
-from overlap.join.context import Join, Joinable, JoinHook
-from overlap.join.participation import gradient_divisor
+from overlap.join.context import Join, Joinable, JoinHook, gradient_divisor
 
 check_imported_as(__name__, "overlap.join")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -22,27 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from overlap._checks import check_ddp, described
 from overlap._torch.autograd import after_all_of_backward
-from overlap._torch.c10d import GradBucket, bucket_gradients, issued
+from overlap._torch.c10d import bucket_gradients
 from overlap._torch.join import on_notify
 from overlap._torch.optimizer import all_of, is_scheduled, runs_step_hooks, watch_steps
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 
 if TYPE_CHECKING:
-    from overlap.join.participation import JoinSession
+    from overlap.join.context import Join
 
-__all__ = [
-    "Call",
-    "DDPAdapter",
-    "Hyperparameters",
-    "JoinHookAdapter",
-    "JoinableAdapter",
-    "OptimizerAdapter",
-    "ReplayedGradients",
-    "SchedulerAdapter",
-    "schedule_of",
-]
+__all__ = ["Adapter", "Call", "DDPAdapter", "Hyperparameters", "ReplayedGradients", "adapter_of", "schedule_of"]
 
 # How long to wait for a bucket before polling whether another rank has failed.
 _POLL_INTERVAL_S = 1.0
@@ -60,77 +50,80 @@ class Call(IntEnum):
     STEP = 3  # Of an optimizer or a scheduler; or whatever else notifies the Join.
 
 
-class JoinableAdapter(ABC):
-    """A joinable under one Join: reports this rank's calls, and replays those of others on a rank without inputs."""
+def adapter_of(joinable: Any, join: Join, kwargs: dict[str, Any]) -> Adapter:
+    """For ``joinable`` under ``join``, whose ``kwargs`` are given to its hook."""
+    if isinstance(joinable, type):
+        raise ConfigurationError(f"{described(joinable)} is not a joinable, which is an object: make it first")
+    if isinstance(joinable, DistributedDataParallel):
+        return DDPAdapter(joinable, join, joinable.join_hook(**kwargs))
+    if isinstance(joinable, base.Joinable):
+        if not hasattr(joinable, "_join_config"):
+            raise ConfigurationError(f"{type(joinable).__name__}.__init__ does not call Joinable.__init__")
+        hook = joinable.join_hook(**kwargs)
+        return StepAdapter(joinable, join, on_notify, hook.main_hook, hook)
+    if schedule_of(joinable) is not None:
+        return StepAdapter(joinable, join, _before_scheduler, joinable.step)
+    if isinstance(joinable, Optimizer):
+        if not runs_step_hooks(joinable):
+            raise ConfigurationError(
+                f"{type(joinable).__name__} runs no step hooks, so a Join would not see its step(); give Join the "
+                "optimizer that it wraps"
+            )
+        return StepAdapter(joinable, join, _before_optimizer, lambda: joinable.step())
+    if isinstance(joinable, nn.Module):
+        check_ddp(joinable)
+    raise ConfigurationError(
+        f"{described(joinable)} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
+        "DistributedDataParallel and subclasses of overlap.Joinable"
+    )
 
-    precedence = 0
-    """Where no loader is iterated, iterations begin with the first adapter of the highest precedence."""
 
-    def __init__(self, joinable: Any, hook: base.JoinHook | None = None) -> None:
+class StepAdapter:
+    """A joinable whose calls are all alike: each on an active rank is repeated once.
+
+    Args:
+        joinable: any with a hook of its own; or a plain optimizer, which on ranks without inputs steps with the
+            gradients that DDP's replay leaves; or an LR scheduler.
+        watch: calls a function before each call of ``joinable``; returns a function that undoes this.
+        repeat: the same call on a rank without inputs.
+    """
+
+    def __init__(
+        self,
+        joinable: Any,
+        join: Join,
+        watch: Callable[[Any, Callable[[], None]], Callable[[], None]],
+        repeat: Callable[[], Any],
+        hook: base.JoinHook | None = None,
+    ) -> None:
         self.hook = hook
-        self.name = type(joinable).__name__
+        self._joinable, self._join, self._watch, self._repeat = joinable, join, watch, repeat
 
-    @abstractmethod
-    def enter(self, session: JoinSession, undo: ExitStack) -> None:
+    def enter(self, undo: ExitStack) -> None:
         """Begin to report: the block begins. ``undo`` is closed when it is over, with or without an exception."""
+        undo.callback(self._watch(self._joinable, self._before_call))
 
-    @abstractmethod
+    def _before_call(self) -> None:
+        if isinstance(self._joinable, Optimizer):
+            self._join.gradients.before_step(self._joinable)
+        self._join.on_call(self, Call.STEP)
+
     def replay(self, call: Call, detail: Sequence[float]) -> None:
         """Repeat ``call`` on a rank without inputs, by its ``detail``."""
+        self._repeat()
 
 
-class JoinHookAdapter(JoinableAdapter):
-    """Any joinable, by its own hook: each notification on active ranks is one ``main_hook`` on those that joined."""
-
-    precedence = 1
-
-    def __init__(self, joinable: base.Joinable, hook: base.JoinHook) -> None:
-        super().__init__(joinable, hook)
-        if not hasattr(joinable, "_join_config"):
-            raise ConfigurationError(f"{self.name}.__init__ does not call Joinable.__init__")
-        self._joinable, self._main_hook = joinable, hook.main_hook
-
-    def enter(self, session: JoinSession, undo: ExitStack) -> None:
-        joinable = self._joinable
-
-        def before_call() -> None:
-            if isinstance(joinable, Optimizer):
-                session.gradients.before_step(joinable)
-            session.on_call(self, Call.STEP)
-
-        undo.callback(on_notify(joinable, before_call))
-
-    def replay(self, call: Call, detail: Sequence[float]) -> None:
-        self._main_hook()
-
-
-class OptimizerAdapter(JoinableAdapter):
-    """A plain optimizer: steps on joined ranks as on active ones, with the gradients that DDP's replay leaves."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
-        if not runs_step_hooks(optimizer):
-            raise ConfigurationError(
-                f"{self.name} runs no step hooks, so a Join would not see its step(); give Join the optimizer that it "
-                "wraps"
+def _before_optimizer(optimizer: Optimizer, before_call: Callable[[], None]) -> Callable[[], None]:
+    def before_step(_: Optimizer, args: Any, kwargs: Any) -> None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step(closure) under Join: ranks that have run out of inputs repeat the "
+                "forward and the backward before the step, so call closure() first and then step() without it, or use "
+                "an optimizer that needs no closure"
             )
-        self._optimizer = optimizer
+        before_call()
 
-    def enter(self, session: JoinSession, undo: ExitStack) -> None:
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
-                raise UnsupportedError(
-                    f"{self.name}.step(closure) under Join: ranks that have run out of inputs repeat the forward and "
-                    "the backward before the step, so call closure() first and then step() without it, or use an "
-                    "optimizer that needs no closure"
-                )
-            session.gradients.before_step(optimizer)
-            session.on_call(self, Call.STEP)
-
-        undo.callback(watch_steps(self._optimizer, before_step))
-
-    def replay(self, call: Call, detail: Sequence[float]) -> None:
-        self._optimizer.step()
+    return watch_steps(optimizer, before_step)
 
 
 def schedule_of(joinable: object) -> LRScheduler | None:
@@ -141,54 +134,40 @@ def schedule_of(joinable: object) -> LRScheduler | None:
     return inner if isinstance(inner, LRScheduler) else None
 
 
-class SchedulerAdapter(JoinableAdapter):
-    """An LR scheduler, or a wrapper of one: steps on joined ranks as on active ones."""
+def _before_scheduler(scheduler: Any, before_call: Callable[[], None]) -> Callable[[], None]:
+    original, attributes = scheduler.step, vars(scheduler)
+    own = {"step": attributes["step"]} if "step" in attributes else {}
 
-    def __init__(self, scheduler: Any) -> None:
-        super().__init__(scheduler)
-        self._scheduler, self._step = scheduler, scheduler.step
+    def step(*args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            raise UnsupportedError(
+                f"{type(scheduler).__name__}.step() is given an argument, which ranks without inputs do not have: call "
+                "it without one, or after the block of Join"
+            )
+        gradients = getattr(scheduler, "gradient_state", None)
+        if gradients is None or gradients.sync_gradients:  # Accelerate's makes no step while gradients accumulate.
+            before_call()
+        original()
 
-    def enter(self, session: JoinSession, undo: ExitStack) -> None:
-        def step(*args: Any, **kwargs: Any) -> None:
-            if args or kwargs:
-                raise UnsupportedError(
-                    f"{self.name}.step() is given an argument, which ranks without inputs do not have: call it without "
-                    "one, or after the block of Join"
-                )
-            gradients = getattr(self._scheduler, "gradient_state", None)
-            if gradients is not None and not gradients.sync_gradients:
-                self._step()  # Accelerate's, which makes no step while gradients accumulate.
-                return
-            session.on_call(self, Call.STEP)
-            self._step()
+    def undo() -> None:
+        del attributes["step"]
+        attributes.update(own)
 
-        attributes = vars(self._scheduler)
-        before = {"step": attributes["step"]} if "step" in attributes else {}
-        attributes["step"] = step
-        undo.callback(attributes.update, before)
-        undo.callback(attributes.pop, "step")
-
-    def replay(self, call: Call, detail: Sequence[float]) -> None:
-        self._step()
+    attributes["step"] = step
+    return undo
 
 
-class DDPAdapter(JoinableAdapter):
+class DDPAdapter:
     """Watches forwards (rebuilt buckets, buffers) and, apart from them, backwards that synchronize gradients.
 
     So joined ranks replay what happened: forwards without a backward, one backward of several forwards, accumulation
     under ``no_sync``. DDP has no public way in: the private names here are those that it joins with itself.
     """
 
-    precedence = 2
-
-    _session: JoinSession
-    """Of the block, from :meth:`enter` on."""
-
-    def __init__(self, ddp: DistributedDataParallel, hook: base.JoinHook, *, shadows: bool) -> None:
-        super().__init__(ddp, hook)
-        self._ddp, self._checks_forward = ddp, shadows
-        self._issued: int | None = None
-        self._count: _Count | None = None
+    def __init__(self, ddp: DistributedDataParallel, join: Join, hook: base.JoinHook) -> None:
+        self.hook = hook
+        self._ddp, self._join = ddp, join
+        self._count = _Count(join)
         # By id, in the reducer's order. Asked for in advance: to look parameters up waits for gathers under way, and
         # those wait for the other ranks.
         self._reduced: list[int] = []
@@ -197,57 +176,57 @@ class DDPAdapter(JoinableAdapter):
         # synchronized backward.
         self._accumulates = self._has_own = False
         for name, module in ddp.module.named_modules():
-            if shadows and isinstance(module, nn.SyncBatchNorm):
+            if join.shadows and isinstance(module, nn.SyncBatchNorm):
                 raise UnsupportedError(
                     f"{name or 'the model'} is a SyncBatchNorm, whose collectives in forward a rank without inputs "
                     f"cannot answer; {_LOCKSTEP}"
                 )
-        if shadows and hasattr(ddp, "buffer_hook"):
+        if join.shadows and hasattr(ddp, "buffer_hook"):
             raise UnsupportedError(f"a hook that was registered on the model synchronizes its buffers; {_LOCKSTEP}")
 
-    def enter(self, session: JoinSession, undo: ExitStack) -> None:
-        ddp = self._ddp
+    @property
+    def _divides_without_hook(self) -> bool:
+        return self._join.divides_by_count and not self._ddp._comm_hooks
+
+    def enter(self, undo: ExitStack) -> None:
+        """As :meth:`StepAdapter.enter`."""
+        ddp, join = self._ddp, self._join
         hook = str(getattr(ddp._comm_hooks[-1][0], "__qualname__", "a hook")) if ddp._comm_hooks else "overlap"
-        if session.divides_by_count and not hook.startswith("overlap"):
+        if join.divides_by_count and not hook.startswith("overlap"):
             raise UnsupportedError(
                 f"the hook {hook} divides by the number of all ranks, whatever the Join's options; register one of "
                 "overlap.hooks, or leave out divide_by_initial_world_size=False"
             )
-        self._session = session
-        self._expects_backward = self._accumulates = self._has_own = False
         if ddp.find_unused_parameters:
             self._reduced = [id(parameter) for parameter in ddp._build_params_for_reducer()[0]]
-        undo.callback(session.gradients.take_back)
+        undo.callback(join.gradients.take_back)
         undo.callback(on_notify(ddp, torch.compiler.disable(self._on_forward)))
-        undo.callback(self._divide_by_size)
-        if session.shadows:
+        if self._divides_without_hook:
+            undo.callback(lambda: ddp.reducer._set_forward_pass_work_handle(Work(), True))
+        if join.shadows:
             handle = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
             undo.callback(handle.remove)
-        # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second, which
-        # DDP asks when it is about to call the module.
+        # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second.
         answers = {
-            "_find_common_rank": lambda rank, condition: session.buffer_source,
-            "_check_global_requires_backward_grad_sync": torch.compiler.disable(self._before_module),
+            "_find_common_rank": lambda rank, condition: join.buffer_source,
+            "_check_global_requires_backward_grad_sync": lambda is_joined_rank: None,
         }
         for name, answer in answers.items():
             setattr(ddp, name, answer)
             undo.callback(vars(ddp).pop, name, None)
-        # What a Join does in a forward does not belong to a compiled one.
-        undo.callback(ddp.register_forward_hook(torch.compiler.disable(self._after_module)).remove)
 
     # An active rank.
 
     def _on_forward(self) -> None:
-        ddp, session = self._ddp, self._session
+        ddp, join = self._ddp, self._join
         records_gradients = torch.is_grad_enabled()
         has_buffers = bool(ddp.will_sync_module_buffers())
         if not (records_gradients or has_buffers):
             return  # Without collectives there is nothing to replay.
         synchronizes = records_gradients and bool(ddp.require_backward_grad_sync)
         if records_gradients:
-            session.gradients.take_back()
-        # Without collectives there is nothing to replay, and a poll may go on during the forward.
-        session.on_call(
+            join.gradients.take_back()
+        join.on_call(
             self,
             Call.FORWARD,
             [records_gradients, has_buffers, synchronizes],
@@ -255,94 +234,84 @@ class DDPAdapter(JoinableAdapter):
         )
         if synchronizes:
             self._expects_backward = True
-            if session.divides_by_count and not ddp._comm_hooks:
-                # Kept: C++ calls methods of the Python object.
-                self._count = self._count or _Count(lambda: self._session.divisor)
+            if self._divides_without_hook:
                 ddp.reducer._set_forward_pass_work_handle(self._count, False)
         self._accumulates = records_gradients and not synchronizes
-
-    def _divide_by_size(self) -> None:
-        if self._count is not None:
-            self._ddp.reducer._set_forward_pass_work_handle(self._count, True)
 
     @property
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
 
     def _on_first_gradient(self, gradient: Tensor) -> None:
-        session = self._session
+        join = self._join
         # Not under no_sync, and only once where a checkpointed backward runs in parts.
         if self._expects_backward:
             self._expects_backward = self._has_own = False
-            session.on_call(self, Call.BACKWARD)
-            if session.missing:
-                after_all_of_backward(lambda: session.gradients.hand_over(self._trained))
+            join.on_call(self, Call.BACKWARD)
+            if join.missing:
+                after_all_of_backward(lambda: join.gradients.hand_over(self._trained))
         elif self._accumulates:
             self._has_own = True
-
-    def _before_module(self, is_joined_rank: bool) -> None:
-        if self._checks_forward:
-            self._issued = issued(self._ddp.process_group)
-
-    def _after_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._checks_forward:
-            self._checks_forward = False
-            if self._issued != issued(self._ddp.process_group):
-                raise UnsupportedError(
-                    "the model issues collectives of its own in forward, which a rank without inputs cannot answer; "
-                    f"{_LOCKSTEP}"
-                )
 
     # A rank without inputs.
 
     @torch.no_grad()
     def replay(self, call: Call, detail: Sequence[float]) -> None:
-        ddp, session = self._ddp, self._session
-        session.gradients.take_back()
+        """As :meth:`StepAdapter.replay`."""
+        ddp, join = self._ddp, self._join
+        join.gradients.take_back()
         if call is Call.BACKWARD:
-            session.replays_own_gradients, self._has_own = self._has_own, False
+            join.replays_own_gradients, self._has_own = self._has_own, False
             try:
-                self._replay_backward(session)
+                self._replay_backward()
             finally:
-                session.replays_own_gradients = False
+                join.replays_own_gradients = False
             return
         records_gradients, has_buffers, synchronizes = detail
         if records_gradients:
             self._rebuild()
         if has_buffers:
             ddp._assign_modules_buffers()
-            ddp._sync_module_buffers(session.buffer_source)
+            ddp._sync_module_buffers(join.buffer_source)
         ddp.require_forward_param_sync = bool(synchronizes)
 
     def _rebuild(self) -> None:
         if self._ddp.reducer._rebuild_buckets():
             self._ddp._has_rebuilt_buckets = True
 
-    def _replay_backward(self, session: JoinSession) -> None:
+    def _replay_backward(self) -> None:
         """The collectives of a backward that the other ranks run; ``.grad`` then holds the mean of gradients.
 
         This rank contributes zeros, or the gradients that it had accumulated when it ran out.
         """
-        ddp = self._ddp
+        ddp, join = self._ddp, self._join
         self._rebuild()
         buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        places = [
+            (parameter, gradient)
+            for bucket in buckets
+            for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True)
+        ]
         own: set[int] = set()
-        if session.replays_own_gradients:
-            own = _fill(buckets, 1 if ddp._comm_hooks else session.divisor)
+        if join.replays_own_gradients:
+            divisor = 1 if ddp._comm_hooks else join.divisor
+            for parameter, gradient in places:
+                if parameter.grad is not None:
+                    own.add(id(parameter))
+                    torch.mul(parameter.grad, 1 / divisor, out=gradient)
         for bucket, future in [(bucket, ddp.reducer._run_comm_hook(bucket)) for bucket in buckets]:
-            result = _result(future, session.board.poll)
+            result = _result(future, join.board.poll)
             reduced = result[0] if isinstance(result, (list, tuple)) else result
             if reduced.data_ptr() != bucket.buffer().data_ptr() or reduced.dtype != bucket.buffer().dtype:
                 bucket.buffer().copy_(reduced.view_as(bucket.buffer()))
         used = self._used_on_any_rank(own)
-        for bucket in buckets:
-            for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
-                if used is not None and id(parameter) not in used:
-                    parameter.grad = None
-                elif parameter.grad is None:
-                    parameter.grad = gradient.clone()
-                else:
-                    parameter.grad.copy_(gradient)
+        for parameter, gradient in places:
+            if used is not None and id(parameter) not in used:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = gradient.clone()
+            else:
+                parameter.grad.copy_(gradient)
         # Needed once: the next forward rebuilds the buckets in the order in which gradients came.
         ddp.reducer._push_all_rebuilt_params()
         ddp.require_forward_param_sync = True
@@ -362,28 +331,17 @@ class DDPAdapter(JoinableAdapter):
 class _Count(Work):
     """For DDP's reducer: completed work whose result, the number to divide by, is computed when it is asked for."""
 
-    def __init__(self, count: Callable[[], int]) -> None:
+    def __init__(self, join: Join) -> None:
         super().__init__()
-        self._count = count
+        self._join = join
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([torch.tensor([self._count()], device="cpu")])
+        future.set_result([torch.tensor([self._join.divisor], device="cpu")])
         return future
-
-
-def _fill(buckets: Sequence[GradBucket], divisor: int) -> set[int]:
-    """Fill ``buckets`` with ``.grad`` divided by ``divisor``; returns the parameters that have one, by ``id``."""
-    own: set[int] = set()
-    for bucket in buckets:
-        for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
-            if parameter.grad is not None:
-                own.add(id(parameter))
-                torch.mul(parameter.grad, 1 / divisor, out=gradient)
-    return own
 
 
 def _result(future: torch.futures.Future[Any], poll: Callable[[], None]) -> Any:
@@ -396,12 +354,15 @@ def _result(future: torch.futures.Future[Any], poll: Callable[[], None]) -> Any:
     return future.wait()
 
 
+Adapter = StepAdapter | DDPAdapter
+
+
 class ReplayedGradients(Terms):
     """Gradients of a backward that ranks without inputs replay: read-only until ``step()``, since those ranks step with
     the mean that backward left. See [Note: applied gradients are read-only]."""
 
-    def __init__(self, missing: Callable[[], list[int]]) -> None:
-        self._missing = missing
+    def __init__(self, join: Join) -> None:
+        self._join = join
         self._handed: dict[int, tuple[Tensor, AppliedGradient]] = {}
 
     def hand_over(self, parameters: Iterable[Tensor]) -> None:
@@ -434,7 +395,7 @@ class ReplayedGradients(Terms):
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         raise TrainingLoopError(
             "gradients cannot be changed between backward and step() (by clipping or GradScaler, say) while ranks "
-            f"{self._missing()} have run out of inputs and step with the mean that backward left: clip with "
+            f"{self._join.missing} have run out of inputs and step with the mean that backward left: clip with "
             "ClipGradNorm(max_norm) in the chain or in LocalSGD(..., transforms=[ClipGradNorm(max_norm)]), and leave "
             "GradScaler out (bfloat16 needs none)"
         )
@@ -446,21 +407,18 @@ class Hyperparameters:
     A rank without inputs steps with its own, and after the block each rank does. So a number that the loop has set by
     hand is taken over, and one that a scheduler has set that is not given to the Join, and so did not step on ranks
     without inputs, is an error. Numbers on an accelerator are left out: to read one would stop the host.
-
-    Args:
-        optimizers: under the Join.
-        schedulers: under the Join, too: they step on every rank.
     """
 
     # What LR schedulers change.
     _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
-    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
+    def __init__(self, joinables: Sequence[Any]) -> None:
+        schedulers = [scheduler for each in joinables if (scheduler := schedule_of(each)) is not None]
         self._followed = {id(one) for scheduler in schedulers for one in all_of(scheduler.optimizer)}
-        self._groups = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
-        self._keys = [
+        self._groups = {each: len(each.param_groups) for each in joinables if isinstance(each, Optimizer)}
+        self._places = [
             (optimizer, number, key)
-            for optimizer in optimizers
+            for optimizer in self._groups
             for number, group in enumerate(optimizer.param_groups)
             for key, value in group.items()
             if key != "params" and _numbers(value)
@@ -469,15 +427,15 @@ class Hyperparameters:
 
     def values(self) -> list[float]:
         """Of this rank, now. Raises: TrainingLoopError: a group was added in the block."""
-        for optimizer, number in self._groups:
-            if len(optimizer.param_groups) != number:
+        for optimizer, count in self._groups.items():
+            if len(optimizer.param_groups) != count:
                 raise TrainingLoopError(
-                    f"{type(optimizer).__name__} had {number} groups when Join was entered, and now has "
+                    f"{type(optimizer).__name__} had {count} groups when Join was entered, and now has "
                     f"{len(optimizer.param_groups)}: ranks that have run out of inputs do not follow "
                     "add_param_group(), so call it before the block"
                 )
         return [
-            value for optimizer, number, key in self._keys for value in _numbers(optimizer.param_groups[number][key])
+            value for optimizer, number, key in self._places for value in _numbers(optimizer.param_groups[number][key])
         ]
 
     def follow(self, values: Sequence[float]) -> None:
@@ -486,7 +444,12 @@ class Hyperparameters:
         Raises:
             TrainingLoopError: a scheduler of that rank has stepped, and the one here has not.
         """
-        for optimizer, group, key, own, others in self._differing(values):
+        rest = iter(values)
+        for optimizer, number, key in self._places:
+            group = optimizer.param_groups[number]
+            own = _numbers(group[key])
+            if own == (others := list(islice(rest, len(own)))):
+                continue
             is_followed = any(id(one) in self._followed for one in all_of(optimizer))
             if key in self._SCHEDULED and is_scheduled(optimizer) and not is_followed:
                 raise TrainingLoopError(
@@ -495,17 +458,6 @@ class Hyperparameters:
                     "that is given to Join to it, too, as in Join([ddp, optimizer, scheduler])"
                 )
             group[key] = _with_numbers(group[key], iter(others))
-
-    def _differing(
-        self, values: Sequence[float]
-    ) -> Iterator[tuple[Optimizer, dict[str, Any], str, list[float], list[float]]]:
-        """The optimizer, group and key whose numbers differ from those in ``values``; with both."""
-        rest = iter(values)
-        for optimizer, number, key in self._keys:
-            group = optimizer.param_groups[number]
-            own = _numbers(group[key])
-            if own != (others := list(islice(rest, len(own)))):
-                yield optimizer, group, key, own, others
 
 
 def _numbers(value: Any) -> list[float]:

@@ -1,47 +1,70 @@
-"""``Join``, the block in which ranks may run out of inputs at different times, and what can be given to it."""
+"""``Join``, the block in which ranks may run out of inputs at different times, and how they then repeat the others'
+iterations.
+
+[Note: iterations under Join]
+
+A rank that has run out must issue the collectives that the others issue, in their order. So an iteration begins with
+one small all-reduce in which each rank says whether it has inputs. While all have, that is all. Once a rank is missing,
+each call (a forward with collectives, a backward, a step) is preceded by an all-reduce of the same size, in which the
+highest of the ranks with inputs describes the call. Active ranks do not wait for it. So any loop is followed, call by
+call::
+
+    active ranks                              a rank without inputs
+    ------------                              ---------------------
+    poll: 1, an iteration begins              poll: 0
+    poll: a forward that synchronizes         poll -> adapter.replay(FORWARD)
+    poll: a backward                          poll -> adapter.replay(BACKWARD)
+    poll: a step, with learning rates         poll -> adapter.replay(STEP)
+
+A poll is of float64: whether every rank has inputs, every rank's number of steps, the call, and the hyperparameters.
+The last two are written by one rank alone, so a sum is a broadcast. Polls have Gloo connections of their own: on the
+user's group they would wait for gradients that are under way, and after a failure leave it out of step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, NoReturn, Self, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms import join as base
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from overlap._checks import as_list, check_ddp, check_flag, described, is_one_of, told
-from overlap._torch.c10d import has_lost_connection
+from overlap._checks import as_list, check_flag, described, is_one_of, refuse_capture, told
+from overlap._torch.autograd import without_saved_context
+from overlap._torch.c10d import GlooChannel, has_lost_connection
 from overlap._torch.ddp import uncompiled
 from overlap._torch.join import leads_torch_join
 from overlap._torch.optimizer import unwrapped
-from overlap.errors import (
-    CollectiveError,
-    ConfigurationError,
-    OverlapError,
-    PeerError,
-    TrainingLoopError,
-)
-from overlap.join.adapters import (
-    DDPAdapter,
-    Hyperparameters,
-    JoinableAdapter,
-    JoinHookAdapter,
-    OptimizerAdapter,
-    SchedulerAdapter,
-    schedule_of,
-)
-from overlap.join.participation import JoinSession, active_join, connect, disconnect, kept_connections, sessions
+from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
+from overlap.join.adapters import Adapter, Call, DDPAdapter, Hyperparameters, ReplayedGradients, adapter_of, schedule_of
 from overlap.ranks.board import Agreement, Board, explained
 
-__all__ = ["Join", "JoinHook", "Joinable", "refuse_before_model"]
+__all__ = [
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "active_join",
+    "gradient_divisor",
+    "refuse_before_model",
+    "refuse_once_joined",
+]
 
 _Batch = TypeVar("_Batch")
-OnExhausted = Literal["shadow", "stop", "raise"]
+OnExhausted = Literal["shadow", "stop"]
+
+# How long to wait for an all-reduce before looking whether another rank has failed.
+_PATIENCE = timedelta(seconds=1)
+# Numbers that describe a call: its kind, the joinable's place in the list, and three of the adapter's.
+_OF_CALL = 5
+_TO_LEAVE_EARLY = 'to leave early use on_exhausted="stop", and leave on every rank in the same iteration'
 
 
 class JoinHook(base.JoinHook):
@@ -85,21 +108,6 @@ class Joinable(base.Joinable):
     """
 
 
-def refuse_before_model(joinable: base.Joinable, model_joins: Callable[[], bool]) -> None:
-    """Called before ``joinable`` notifies its Join; ``model_joins`` says whether its model is in a Join, too.
-
-    Raises:
-        ConfigurationError: ``joinable`` comes before the model in PyTorch's ``Join``.
-    """
-    if leads_torch_join(joinable) and model_joins():
-        name = type(joinable).__name__
-        raise ConfigurationError(
-            f"{name} comes before its model in PyTorch's Join, so a rank that has run out of inputs would issue its "
-            f"collectives first, and the others the model's: use Join([ddp, {name}]), or overlap.Join, which takes any "
-            "order"
-        )
-
-
 class Join(base.Join):
     """Lets ranks have different numbers of batches: one that has run out goes on taking part, with gradients of zero.
 
@@ -116,9 +124,9 @@ class Join(base.Join):
             LR schedulers, which then step on joined ranks as they do on active ones. Of Accelerate's and Lightning's
             wrappers the optimizer inside is taken; a wrapper of a scheduler has it as ``.scheduler``.
         enable: ``False`` makes the block do nothing.
-        throw_on_early_termination: the same as ``on_exhausted="raise"``.
-        on_exhausted: what happens when the first rank runs out: ``"shadow"`` lets the others go on, ``"stop"`` ends
-            :meth:`iterate` on all ranks at the same iteration, ``"raise"`` raises on all ranks.
+        throw_on_early_termination: whether all ranks raise when the first runs out.
+        on_exhausted: ``"shadow"`` lets the others go on when the first rank runs out, ``"stop"`` ends :meth:`iterate`
+            on all ranks at the same iteration.
         **kwargs: given to every ``join_hook``. DDP's is ``divide_by_initial_world_size`` (default ``True``): ``False``
             divides by the number of ranks that still have inputs, under every reducer.
 
@@ -126,8 +134,8 @@ class Join(base.Join):
         ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
             rank 0, or in another order.
         CollectiveError: another rank does something else there, such as registering a chain, or does not come.
-        UnsupportedError: a model with collectives in forward.
-        TrainingLoopError: a loop that cannot be followed, such as a ``break``, or ``on_exhausted="raise"``.
+        UnsupportedError: a model with SyncBatchNorm, whose forward issues collectives.
+        TrainingLoopError: a loop that cannot be followed, such as a ``break``, or ``throw_on_early_termination``.
         PeerError: another rank failed; the message has its number.
 
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
@@ -150,28 +158,43 @@ class Join(base.Join):
         on_exhausted: OnExhausted = "shadow",
         **kwargs: Any,
     ) -> None:
-        check_flag("enable", enable)
-        if check_flag("throw_on_early_termination", throw_on_early_termination) and on_exhausted == "shadow":
-            on_exhausted = "raise"
+        self._enable = check_flag("enable", enable)
+        self._throws = check_flag("throw_on_early_termination", throw_on_early_termination)
         if not is_one_of(on_exhausted, *get_args(OnExhausted)):
             raise ConfigurationError(
                 f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {told(on_exhausted)}"
             )
+        self._stops = on_exhausted == "stop"
         divides_by_size = kwargs.get("divide_by_initial_world_size", True)
-        self._divides_by_count = not check_flag("divide_by_initial_world_size", divides_by_size)
-        self._enable, self._on_exhausted = enable, on_exhausted
-        self._joinables = joinables = _joinables(joinables)
-        shadows = enable and on_exhausted == "shadow"
-        self._adapters = [_adapter(joinable, kwargs, shadows=shadows) for joinable in joinables]
+        self.divides_by_count = not check_flag("divide_by_initial_world_size", divides_by_size)
+        self.shadows = enable and not self._stops and not self._throws
+        self.gradients = ReplayedGradients(self)
+        # Whether this rank replays a backward with the gradients that it had accumulated when it ran out.
+        self.replays_own_gradients = False
+        self._joinables = _checked(joinables)
+        self._adapters = [adapter_of(joinable, self, kwargs) for joinable in self._joinables]
+        self._group = _group_of(self._joinables)
+        self._rank, self._size = self._group.rank(), self._group.size()
         self._was_entered = False
-        self._group = _group_of(joinables)
-        self._session: JoinSession | None = None
         self._undo = ExitStack()
+        # Whether an error was raised that every rank raises at the same place.
+        self._has_raised_on_all = False
+        self._iterations = self._steps = 0
+        self._is_iterated = self._is_exhausted = self._has_joined = False
+        # The adapter that begins iterations, where no loader is iterated.
+        self._driver: Adapter | None = None
+        # As the last poll said, and the one under way.
+        self._active, self._source = [True] * self._size, self._size - 1
+        self._pending: _Poll | None = None
+        # Nobody waits for it here; kept until the next one.
+        self._announced: _Poll | None = None
 
     @staticmethod
     def notify_join_context(joinable: base.Joinable) -> Any:
         """Tell the active Join, ours or PyTorch's, that ``joinable`` is about to issue an iteration's collectives."""
         return base.Join.notify_join_context(joinable)
+
+    # The block.
 
     def __enter__(self) -> Self:
         if not self._enable:
@@ -183,44 +206,39 @@ class Join(base.Join):
                 "a Join is entered once, for one pass over the data: make another for the next epoch"
             )
         self._was_entered = True
-        hyperparameters = Hyperparameters(
-            [each for each in self._joinables if isinstance(each, Optimizer)],
-            [each for one in self._joinables if (each := schedule_of(one)) is not None],
-        )
+        self._hyperparameters = Hyperparameters(self._joinables)
         with Agreement(self._group, "enter Join") as agreement:
             listed = ", ".join(map(_described, self._joinables))
-            given = f"[{listed}], {hyperparameters.count} hyperparameters, on_exhausted={self._on_exhausted!r}"
-            of_ranks = agreement.agree([given, kept_connections(self._group)])
+            given = (
+                f"[{listed}], {self._hyperparameters.count} hyperparameters, on_exhausted="
+                f'"{"stop" if self._stops else "shadow"}", throw_on_early_termination={self._throws}'
+            )
+            kept = _kept.get(self._group)
+            of_ranks = agreement.agree([given, kept and kept[0]])
             for rank, (others, _) in enumerate(of_ranks):
                 if others != of_ranks[0][0]:
                     raise ConfigurationError(
                         f"rank {rank} enters Join with {others}, but rank 0 with {of_ranks[0][0]}: every rank must be "
                         "given the same, in the same order"
                     )
-            board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
-            channel = connect(self._group, board, [kept for _, kept in of_ranks], agreement.name)
-        self._session = session = JoinSession(
-            self._group,
-            channel,
-            board,
-            self._adapters,
-            hyperparameters,
-            on_exhausted=self._on_exhausted,
-            divides_by_count=self._divides_by_count,
-        )
-        board.watch()
-        sessions[self._group] = session
-        self._undo.callback(sessions.pop, self._group)
+            self.board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
+            if kept is None or any(name != kept[0] for _, name in of_ranks):
+                _disconnect(self._group)
+                kept = _kept[self._group] = agreement.name, self.board.connect("polls", purpose=" to enter Join")
+            self._channel = kept[1]
+        self.board.watch()
+        _joins[self._group] = self
+        self._undo.callback(_joins.pop, self._group)
         try:
             for adapter in self._adapters:
-                adapter.enter(session, self._undo)
+                adapter.enter(self._undo)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
     def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The batches of ``loader``. Once in a block.
+        """The batches of ``loader``; ends where this rank runs out, or with ``on_exhausted="stop"`` where any does.
 
         Raises:
             TrainingLoopError: outside of the block, a second time, or after a forward.
@@ -228,60 +246,259 @@ class Join(base.Join):
         if not self._enable:
             yield from loader
             return
-        if self._session is None:
+        if active_join(self._group) is not self:
             raise TrainingLoopError("join.iterate belongs inside of the block: with Join([...]) as join: ...")
-        yield from self._session.iterate(loader)
+        if self._is_iterated or self._steps or self._iterations:
+            raise TrainingLoopError(
+                "join.iterate comes once in a block and before its first forward or step: one Join is one pass over "
+                "the data, so open another for the next epoch"
+            )
+        self._is_iterated = True
+        for batch in loader:
+            self._begin(has_inputs=True)
+            if self._stops and not all(self.active):
+                break
+            yield batch
+        else:
+            if self._stops:
+                self._begin(has_inputs=False)
+        self._is_exhausted = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        session = self._session
-        if session is None:
+        if active_join(self._group) is not self:
             return
         raised = error
         try:
             if error is None:
-                self._finish(session)
+                self._finish()
         except BaseException as own:
             raised = own
-        cause = None if raised is None else _cause(raised, session.board)
+        cause = None if raised is None else _cause(raised, self.board)
         failed_with = cause or raised
-        if failed_with is None or session.has_raised_on_all:
-            session.board.close()
+        if failed_with is None or self._has_raised_on_all:
+            self.board.close()
         else:
             if not isinstance(failed_with, PeerError):  # Which the rank that caused it has reported.
-                session.board.report(failed_with)
-            session.board.close(has_failed=True)
-            disconnect(session.group)
-        self._session = None
+                self.board.report(failed_with)
+            self.board.close(has_failed=True)
+            _disconnect(self._group)  # A poll may be without an answer.
         self._undo.close()
         if cause is not None:
             raise cause from raised
         if raised is not None and raised is not error:
             raise raised
 
-    def _finish(self, session: JoinSession) -> None:
-        """Replay what the others do until all have run out."""
-        is_last_joiner = session.join()
-        if session.on_exhausted != "stop":
-            self._have_last_hyperparameters(session)
+    def _finish(self) -> None:
+        """Replay the others' calls until all have run out, then leave alike."""
+        joined_at = self._iterations
+        if self._stops:
+            counts = [int(count) for (count,) in self._of_ranks([joined_at])]
+            if len(set(counts)) > 1:
+                raise TrainingLoopError(f"ranks left the loop after {counts} iterations; {_TO_LEAVE_EARLY}")
+        else:
+            if self._is_iterated and not self._is_exhausted:
+                raise TrainingLoopError(
+                    f"rank {self._rank} left join.iterate(loader) after {joined_at} batches while it had more; "
+                    f"{_TO_LEAVE_EARLY}"
+                )
+            self._replay()
+            own = self._hyperparameters
+            of_ranks = self._of_ranks(own.values())
+            try:
+                for values in (*of_ranks, of_ranks[self._source]):
+                    own.follow(values)
+            except TrainingLoopError:
+                self._has_raised_on_all = True
+                raise
         for adapter in self._adapters:
             if adapter.hook is not None:
-                adapter.hook.post_hook(is_last_joiner)
+                # The last iteration to begin, without any inputs, counts, too.
+                adapter.hook.post_hook(is_last_joiner=self._iterations <= joined_at + 1)
 
-    def _have_last_hyperparameters(self, session: JoinSession) -> None:
-        """Take over those of the rank whose buffers count; raises on every rank where that is an error."""
-        own = session.hyperparameters
-        of_ranks = session.of_ranks(own.values())
-        try:
-            for values in (*of_ranks, of_ranks[session.buffer_source]):
-                own.follow(values)
-        except TrainingLoopError:
-            session.has_raised_on_all = True
-            raise
+    # Who has inputs in this iteration.
+
+    @property
+    def active(self) -> list[bool]:
+        """Which ranks have inputs; waits for those of this iteration, if they are under way.
+
+        Raises:
+            TrainingLoopError: some have inputs, some have none, and ``throw_on_early_termination``.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._take(pending.result(self.board.poll))
+            if self._throws and any(self._active) and not all(self._active):
+                self._raise_on_all()
+        return self._active
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have run out of inputs, and repeat the others' iterations."""
+        return _without(self.active) if self.shadows else []
+
+    def divisor_among(self, ranks: Sequence[int]) -> int:
+        """The number by which sums of gradients over ``ranks`` are divided."""
+        if not self.divides_by_count:
+            return len(ranks)
+        active = self.active
+        return max(1, sum(active[rank] for rank in ranks))  # Where none has inputs, the sum is of zeros.
+
+    @property
+    def divisor(self) -> int:
+        """The same, of all ranks."""
+        return self.divisor_among(range(self._size))
+
+    @property
+    def buffer_source(self) -> int:
+        """The rank whose buffers the others take over: the highest of those that have inputs, or had them last."""
+        self.active  # noqa: B018
+        return self._source
+
+    def _raise_on_all(self) -> NoReturn:
+        self._has_raised_on_all = True
+        missing = _without(self._active)
+        # The first sentences are PyTorch's, which people match on.
+        happened = (
+            f"Rank {self._rank} exhausted all inputs."
+            if self._rank in missing
+            else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+        )
+        raise TrainingLoopError(
+            f"{happened} Ranks {missing} ran out and others did not, which throw_on_early_termination=True makes an "
+            "error on all"
+        )
+
+    # An active rank.
+
+    def _begin(self, *, has_inputs: bool) -> None:
+        """Begin an iteration; unless ranks end together, the poll is waited for only where its result is needed."""
+        self._iterations += 1
+        self.active  # noqa: B018
+        self._pending = self._poll(has_inputs=has_inputs)
+        if not self.shadows:
+            self.active  # noqa: B018
+
+    def on_call(
+        self, adapter: Adapter, call: Call, detail: Sequence[float] = (), *, has_collectives: bool = True
+    ) -> None:
+        """Called by ``adapter`` before this rank makes a ``call`` that ranks without inputs replay by its ``detail``;
+        they need not be told of one without collectives, nor waited for."""
+        if self._has_joined:
+            return
+        refuse_capture("an iteration under Join", "leave the block first")
+        if call is not Call.BACKWARD and not self._is_iterated:
+            self._begin_without_loader(adapter)
+        if not self.shadows:
+            return
+        if self._is_exhausted:
+            raise TrainingLoopError(
+                f"rank {self._rank} began another forward or step after join.iterate had ended, and ranks that ran out "
+                "before could not follow: leave the block first"
+            )
+        self._steps += call is Call.STEP
+        if not has_collectives or not self.missing:
+            return
+        described: list[float] = []
+        if self._source == self._rank:
+            described = [call, self._adapters.index(adapter), *detail]
+            described += [0.0] * (_OF_CALL - len(described))
+            described += self._hyperparameters.values()
+        self._announced = self._poll(described, has_inputs=True)
+
+    def _begin_without_loader(self, adapter: Adapter) -> None:
+        if self._stops:
+            raise ConfigurationError('on_exhausted="stop" needs `for batch in join.iterate(loader)` around the forward')
+        # A model goes before other joinables.
+        if self._driver is None and (
+            isinstance(adapter, DDPAdapter) or not any(isinstance(each, DDPAdapter) for each in self._adapters)
+        ):
+            self._driver = adapter
+        if adapter is self._driver:
+            self._begin(has_inputs=True)
+
+    # A rank that has left its loop.
+
+    def _replay(self) -> None:
+        """Repeat the others' calls until all ranks have run out."""
+        self._has_joined = True
+        self._begin(has_inputs=False)
+        while any(self.active):
+            call, index, *detail = self._take(self._poll(has_inputs=False).result(self.board.poll))
+            if call == Call.BEGIN:
+                self._iterations += 1
+                continue
+            self._hyperparameters.follow(detail[_OF_CALL - 2 :])
+            self._steps += call == Call.STEP
+            self._adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2])
+
+    # Polls.
+
+    def _poll(self, described: Sequence[float] = (), *, has_inputs: bool) -> _Poll:
+        of_ranks = [0.0] * (2 * self._size)
+        of_ranks[self._rank], of_ranks[self._size + self._rank] = has_inputs, self._steps
+        described = described or [0.0] * (_OF_CALL + self._hyperparameters.count)
+        return _Poll(self._channel, [*of_ranks, *described])
+
+    def _of_ranks(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The ``numbers`` of every rank, which are as many on each."""
+        count = len(numbers)
+        placed = [0.0] * (self._size * count)
+        placed[self._rank * count : (self._rank + 1) * count] = numbers
+        sums = _Poll(self._channel, placed).result(self.board.poll)
+        return [sums[rank * count : (rank + 1) * count] for rank in range(self._size)]
+
+    def _take(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Take over who has inputs; returns the description of a call, of zeros where an iteration begins."""
+        size = self._size
+        self._active = [bool(number) for number in numbers[:size]]
+        if not self._stops:  # Which ends with all ranks in step.
+            self._source = max((rank for rank in range(size) if self._active[rank]), default=self._source)
+        if numbers[2 * size] == Call.BEGIN and len(set(numbers[size : 2 * size])) > 1:
+            raise TrainingLoopError(
+                f"ranks {_without(self._active)} ran out of inputs, and the others did something more (a step of an "
+                "optimizer or a scheduler) before the forward that would tell them; do it after backward, or use "
+                "`for batch in join.iterate(loader)`"
+            )
+        return numbers[2 * size :]
 
 
-def _joinables(given: Any) -> list[Any]:
+class _Poll:
+    """An all-reduce under way, a sum of ``numbers`` in float64."""
+
+    def __init__(self, channel: GlooChannel, numbers: Sequence[float]) -> None:
+        self._numbers = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        with without_saved_context():
+            (self._work,) = channel.all_reduce(self._numbers, dist.ReduceOp.SUM)
+
+    def result(self, look: Callable[[], None]) -> list[float]:
+        """The sums; calls ``look`` now and then while this rank waits for them."""
+        while not self._work.is_completed():
+            try:
+                self._work.wait(_PATIENCE)
+            except RuntimeError:
+                look()
+        self._work.wait()
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
+
+
+_kept: WeakKeyDictionary[dist.ProcessGroup, tuple[str, GlooChannel]] = WeakKeyDictionary()
+"""Of each group the connections on which its last Join has polled, and their name; none unless it ended well."""
+
+
+def _disconnect(group: dist.ProcessGroup) -> None:
+    if group in _kept:
+        _kept.pop(group)[1].abort()
+
+
+def _without(active: Sequence[bool]) -> list[int]:
+    """The ranks that have no inputs."""
+    return [rank for rank, is_active in enumerate(active) if not is_active]
+
+
+def _checked(given: Any) -> list[Any]:
     """``given`` as a list, with the model of a compiled one, and the optimizer inside of a framework's wrapper."""
     if isinstance(given, (nn.Module, Optimizer, LRScheduler, base.Joinable)) or (held := as_list(given)) is None:
         raise ConfigurationError(f"joinables is a list, as in Join([ddp, optimizer]), got {described(given)}")
@@ -294,25 +511,6 @@ def _joinables(given: Any) -> list[Any]:
         if any(joinable is other for other in joinables[:place]):
             raise ConfigurationError(f"this {described(joinable)} is given twice: joinables names each once")
     return joinables
-
-
-def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> JoinableAdapter:
-    if isinstance(joinable, type):
-        raise ConfigurationError(f"{described(joinable)} is not a joinable, which is an object: make it first")
-    if isinstance(joinable, DistributedDataParallel):
-        return DDPAdapter(joinable, joinable.join_hook(**kwargs), shadows=shadows)
-    if isinstance(joinable, base.Joinable):
-        return JoinHookAdapter(joinable, joinable.join_hook(**kwargs))
-    if schedule_of(joinable) is not None:
-        return SchedulerAdapter(joinable)
-    if isinstance(joinable, Optimizer):
-        return OptimizerAdapter(joinable)
-    if isinstance(joinable, nn.Module):
-        check_ddp(joinable)
-    raise ConfigurationError(
-        f"{described(joinable)} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
-        "DistributedDataParallel and subclasses of overlap.Joinable"
-    )
 
 
 def _group_of(joinables: Sequence[Any]) -> dist.ProcessGroup:
@@ -346,3 +544,63 @@ def _cause(error: BaseException, board: Board) -> CollectiveError | None:
     if isinstance(error, OverlapError):
         return board.peer_error() if isinstance(error, CollectiveError) else None
     return board.peer_error() or (explained(error, "failed under Join") if has_lost_connection(error) else None)
+
+
+def refuse_before_model(joinable: base.Joinable, model_joins: Callable[[], bool]) -> None:
+    """Called before ``joinable`` notifies its Join; ``model_joins`` says whether its model is in a Join, too.
+
+    Raises:
+        ConfigurationError: ``joinable`` comes before the model in PyTorch's ``Join``.
+    """
+    if leads_torch_join(joinable) and model_joins():
+        name = type(joinable).__name__
+        raise ConfigurationError(
+            f"{name} comes before its model in PyTorch's Join, so a rank that has run out of inputs would issue its "
+            f"collectives first, and the others the model's: use Join([ddp, {name}]), or overlap.Join, which takes any "
+            "order"
+        )
+
+
+_joins: WeakKeyDictionary[dist.ProcessGroup, Join] = WeakKeyDictionary()
+"""Of each group, the Join whose block this process is in."""
+
+
+def active_join(group: dist.ProcessGroup) -> Join | None:
+    """The Join on ``group`` whose block this process is in, or ``None``."""
+    return _joins.get(group)
+
+
+def gradient_divisor(group: dist.ProcessGroup, *, within: dist.ProcessGroup | None = None) -> int:
+    """The number by which a sum of gradients over ``group`` is divided.
+
+    That is the group's size, or under ``Join(..., divide_by_initial_world_size=False)`` the number of ranks that still
+    have inputs. It is the same on every rank, also on those without inputs. Every reducer divides by
+    ``bucket.divisor``, which is set from here alone.
+
+    Args:
+        group: the ranks whose gradients are added up.
+        within: the group that the model trains on, where ``group`` is a part of it.
+
+    >>> from overlap.join import gradient_divisor
+    >>> gradient_divisor(dist.group.WORLD)
+    1
+    """
+    if (join := active_join(group)) is not None:
+        return join.divisor
+    if within is None or (join := active_join(within)) is None:
+        return group.size()
+    whole, part = dist.get_process_group_ranks(within), dist.get_process_group_ranks(group)
+    return join.divisor_among([whole.index(rank) for rank in part if rank in whole])
+
+
+def refuse_once_joined(group: dist.ProcessGroup, what: str) -> None:
+    """Called before collectives that a rank without inputs does not replay.
+
+    Raises:
+        TrainingLoopError: there is such a rank.
+    """
+    if (join := active_join(group)) is not None and (missing := join.missing):
+        raise TrainingLoopError(
+            f"{what} inside of Join: ranks {missing} have run out of inputs and are not told of the call, so the "
+            "others would wait for them; call it after the block"
+        )

@@ -35,7 +35,7 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.hooks.stage import UpdateStage
 from overlap.hooks.transforms.transform import Transform
-from overlap.join.participation import active_join
+from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
 from overlap.optim.release import GradientRelease, check_releasable
 from overlap.optim.stepper import Verdict, skips_by_itself

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, Case, mean_squared_error
-from overlap.join import participation
+from overlap.join import context
 
 _STEPS, _FEWER = 8, 5
 # The first backward is of one bucket, and the forward after it rebuilds them.
@@ -39,13 +39,13 @@ def _counts(rank: int, world_size: int, case: Case) -> tuple[dict[str, float], d
         extra = {"PyTorch": _per_iteration(ddp, own) - plain}
     polls: dict[str, int] = {}
 
-    class Counted(participation._Poll):
+    class Counted(context._Poll):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             polls[told_by] = polls.get(told_by, 0) + 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(participation, "_Poll", Counted)
+        patch.setattr(context, "_Poll", Counted)
         for told_by in TOLD_BY:
             with joined([ddp := model()], own, told_by) as batches:
                 extra[told_by] = _per_iteration(ddp, batches) - plain

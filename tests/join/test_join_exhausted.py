@@ -47,13 +47,12 @@ def _exhausted(rank: int, world_size: int) -> list[Any]:
         "Rank 1 exhausted all inputs.",
     )
     for told_by in TOLD_BY:
-        for options in ({"on_exhausted": "raise"}, {"throw_on_early_termination": True}):
-            trained: list[Any] = []
-            with pytest.raises(TrainingLoopError, match=f"^{re.escape(first[rank])} " + r"Ranks \[1\] ran out"):
-                _train(_batches(rank), told_by, trained, **options)
-            assert len(trained) == 3
+        trained: list[Any] = []
+        with pytest.raises(TrainingLoopError, match=f"^{re.escape(first[rank])} " + r"Ranks \[1\] ran out"):
+            _train(_batches(rank), told_by, trained, throw_on_early_termination=True)
+        assert len(trained) == 3
         trained = []
-        _train(_batches(rank)[:3], told_by, trained, on_exhausted="raise")
+        _train(_batches(rank)[:3], told_by, trained, throw_on_early_termination=True)
         assert len(trained) == 3
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     with Join([ddp], enable=False) as join:

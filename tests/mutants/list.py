@@ -274,20 +274,20 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Join.
     "the sum is divided by all ranks, not by those with inputs": Mutant(
-        "join/participation.py",
+        "join/context.py",
         "return max(1, sum(active[rank] for rank in ranks))",
         "return len(ranks)",
         "join/test_join_parity.py -k chains",
     ),
     "a rank without inputs leaves out a step": Mutant(
-        "join/participation.py",
-        "self.adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2])",
-        "self.adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2]) if call < Call.STEP else None",
+        "join/context.py",
+        "self._adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2])",
+        "self._adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2]) if call < Call.STEP else None",
         "join/test_join_parity.py -k other_optimizers",
     ),
     "hyperparameters are not followed": Mutant(
-        "join/participation.py",
-        "self.hyperparameters.follow(detail[_OF_CALL - 2 :])",
+        "join/context.py",
+        "self._hyperparameters.follow(detail[_OF_CALL - 2 :])",
         "pass",
         "loops/test_loops.py -k 'momentum and hand'",
     ),

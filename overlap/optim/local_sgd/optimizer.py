@@ -24,8 +24,7 @@ from overlap.errors import ConfigurationError, OverlapError, RegistrationError, 
 from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
-from overlap.join.context import refuse_before_model
-from overlap.join.participation import active_join, refuse_once_joined
+from overlap.join.context import active_join, refuse_before_model, refuse_once_joined
 from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.averager import Averager, MakeOptimizer
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers

@@ -42,7 +42,7 @@ from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import run_now
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join import Joinable
-from overlap.join.participation import active_join, refuse_once_joined
+from overlap.join.context import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
 from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy

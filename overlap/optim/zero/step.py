@@ -26,7 +26,7 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, all_reduce, chain, whole_pass
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.stage import UpdateStage
-from overlap.join.participation import active_join
+from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout, Update
 from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduced
