@@ -69,7 +69,7 @@ def adapter_of(joinable: Any, join: Join, kwargs: dict[str, Any]) -> Adapter:
                 f"{type(joinable).__name__} runs no step hooks, so a Join would not see its step(); give Join the "
                 "optimizer that it wraps"
             )
-        return StepAdapter(joinable, join, _before_optimizer, lambda: joinable.step())
+        return StepAdapter(joinable, join, _before_optimizer, lambda: joinable.step())  # noqa: PLW0108 - it may be replaced
     if isinstance(joinable, nn.Module):
         check_ddp(joinable)
     raise ConfigurationError(
