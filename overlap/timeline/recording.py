@@ -349,8 +349,9 @@ class Recorder:
         self._in_flight[operation] = launched
 
         def complete() -> None:
+            now = self.clock.now()  # Before the question: the waiting thread may go on after it.
             if operation in self._in_flight:
-                launched.end = self.clock.now()
+                launched.end = now
 
         if self.clock.is_host:
             # When it, or a part of it, completes, not when the worker comes to wait for it.
