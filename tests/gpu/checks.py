@@ -201,7 +201,7 @@ _PLAYED = (
     "unused, sharded, in the next forward",
     "quantized collectives",
     "released",
-    "joins",
+    "joins, 4 bits",
     "local, overlapped",
     "local, fragments, outer",
 )
