@@ -30,6 +30,12 @@ def _model() -> Any:
     return wrap(MLP.model(), **MLP.ddp_options())
 
 
+class _Summing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(total := x.detach().clone())
+        return super().forward(total)
+
+
 def _sync_batch_norm() -> Any:
     synced = wrap(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)))
     synced.module[1] = nn.SyncBatchNorm(16)
@@ -48,6 +54,15 @@ def _models(rank: int, world_size: int) -> None:
         Join([_sync_batch_norm()])
     for options in ({"on_exhausted": "stop"}, {"enable": False}):
         Join([_sync_batch_norm()], **options)
+    summing = wrap(_Summing(16, 16))
+    with (
+        pytest.raises(UnsupportedError, match=r'collectives of its own in forward.*on_exhausted="stop"'),
+        Join([summing]),
+    ):
+        summing(*_BATCH.inputs)
+    with Join([summing], on_exhausted="stop") as join:
+        for each in join.iterate([_BATCH] * (2 + rank)):
+            mean_squared_error(summing, each).backward()
     hooked = _model()
     hooked.register_comm_hook(None, _foreign_hook)
     with (
