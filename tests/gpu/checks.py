@@ -201,7 +201,7 @@ _PLAYED = (
     "unused, sharded, in the next forward",
     "quantized collectives",
     "released",
-    "joins, 4 bits",
+    "joins",
     "local, overlapped",
     "local, fragments, outer",
 )

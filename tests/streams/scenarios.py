@@ -166,6 +166,7 @@ SCENARIOS: dict[str, Scenario] = {
         build=step(AllReduce, release_gradients=True), model=Branches, ddp=_VIEWS, plain=adamw
     ),
     "fails in a stage": Scenario(build=step(AllReduce, _failing, deferred=True), loop=loops.fails_in_a_stage),
+    "joins": Scenario(build=step(AllReduce), loop=loops.joins, plain=adamw),
     "joins, 4 bits": Scenario(build=step(_four_bits), loop=loops.joins),
     "local": Scenario(loop=loops.trains_long, build=local_sgd()),
     "local, overlapped": Scenario(loop=loops.trains_long, build=local_sgd(overlap=True)),

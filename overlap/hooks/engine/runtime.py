@@ -240,7 +240,8 @@ class Runtime:
             after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
         refusal: Exception | None = None
         if bucket.buffer.is_sparse:
-            refusal = UnsupportedError(f"{bucket.describe()}: {_SPARSE}")
+            refusal = UnsupportedError(_SPARSE)
+            refusal.add_note(f"raised for {bucket.describe()}")
         elif known.refusal is not None and not is_replay:
             refusal = TrainingLoopError(known.refusal)
         if (task := current.admit(bucket, future)) is not None:
