@@ -134,7 +134,7 @@ class Join(base.Join):
         ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
             rank 0, or in another order.
         CollectiveError: another rank does something else there, such as registering a chain, or does not come.
-        UnsupportedError: a model with SyncBatchNorm, whose forward issues collectives.
+        UnsupportedError: a model with collectives in forward.
         TrainingLoopError: a loop that cannot be followed, such as a ``break``, or ``throw_on_early_termination``.
         PeerError: another rank failed; the message has its number.
 

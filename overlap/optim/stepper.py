@@ -268,7 +268,7 @@ class Verdict:
 
     @classmethod
     def given_to(cls, optimizer: Optimizer) -> Verdict:
-        """That of the scaler that calls ``optimizer.step()``."""
+        """The verdict of the ``GradScaler`` that calls ``optimizer.step()``."""
         return cls(optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale"))
 
     @classmethod

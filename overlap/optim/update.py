@@ -395,7 +395,7 @@ class Update(UpdateStage, Generic[L]):
 
 
 def _as_text(value: Any) -> str:
-    """A hyperparameter as text, the same on every rank; of an object that is no plain value its class."""
+    """A hyperparameter as text, the same on every rank; the class's name for an object that is not a plain value."""
     value = value.tolist() if isinstance(value, Tensor) else value
     is_plain = all(isinstance(one, _PLAIN) for one in (value if isinstance(value, (list, tuple)) else [value]))
     return repr(value) if is_plain else type(value).__name__

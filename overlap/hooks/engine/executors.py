@@ -145,7 +145,7 @@ class Executor:
                     raise explained(error, f"failed after {time.monotonic() - start_s:.1f} s", board) from error
                 board.poll()
 
-    def leave(self, operation: Operation) -> None:
+    def abandon(self, operation: Operation) -> None:
         """Make what follows in the scope wait for an operation in flight that was given up.
 
         Not here, where another rank may not arrive: the connections are closed, which ends it.
@@ -210,7 +210,7 @@ class StreamExecutor(Executor):
     def wait(self, work: dist.Work) -> None:
         work.wait()
 
-    def leave(self, operation: Operation) -> None:
+    def abandon(self, operation: Operation) -> None:
         # This is for the buffers alone: an operation that has failed is done with them.
         with contextlib.suppress(RuntimeError):
             operation.abandon(self.wait)

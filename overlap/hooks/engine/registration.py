@@ -282,7 +282,7 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
                 if there.get(name) != here.get(name):
                     raise CollectiveError(
                         f"{name} is {here.get(name)} on rank {rank}, but {there.get(name)} on rank 0, so the ranks' "
-                        "parameters would part: make the optimizer with the same arguments on every rank"
+                        "parameters would diverge: make the optimizer with the same arguments on every rank"
                     )
     note_hosts(runtime.context.group, [host for _, _, host in described])
 

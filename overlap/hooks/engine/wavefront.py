@@ -188,7 +188,7 @@ class Task:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             with self._executor.scope():
-                self._executor.leave(in_flight)
+                self._executor.abandon(in_flight)
         if self._coroutine is not None:
             self._coroutine.close()
 
@@ -212,7 +212,7 @@ class BackwardPass:
     ) -> None:
         self.step = step
         self.divisor = divisor
-        """Of all buckets: who takes part does not change within a pass."""
+        """The same for all buckets: the ranks that take part do not change within a pass."""
         self.error: BaseException | None = None
         self.executor = executor
         self._runs = runs

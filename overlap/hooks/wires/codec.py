@@ -27,7 +27,7 @@ class Field(NamedTuple):
 
     dtype: torch.dtype
     numel: int
-    """Of a chunk."""
+    """How many there are for a chunk."""
 
 
 @dataclass(frozen=True)

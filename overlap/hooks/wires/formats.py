@@ -248,8 +248,8 @@ class IntegerWire(ChunkWire):
 class Int8(IntegerWire):
     """Integers of 8 bits with an fp32 scale for each chunk: 0.252 of fp32.
 
-    A value is off by at most half a step, 1/127 of its chunk's largest magnitude; by a whole step with stochastic
-    rounding. If a chunk holds a value that is not finite, none of its decoded values is finite.
+    A value is off by at most half a step, where a step is 1/127 of its chunk's largest magnitude; by a whole step with
+    stochastic rounding. If a chunk holds a value that is not finite, none of its decoded values is finite.
 
     Args:
         chunk: values that share a scale, at most; a multiple of 8.
@@ -266,7 +266,7 @@ class Int8(IntegerWire):
 class Int4(IntegerWire):
     """Integers of 4 bits, -7 to 7, with an fp32 scale for each chunk: 0.127 of fp32. Otherwise as :class:`Int8`.
 
-    A value is off by at most half a step, 1/7 of its chunk's largest magnitude.
+    A value is off by at most half a step, where a step is 1/7 of its chunk's largest magnitude.
 
     >>> Int4(rounding="stochastic")
     Int4(rounding='stochastic')

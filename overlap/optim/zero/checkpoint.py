@@ -1,4 +1,4 @@
-"""The state in pieces: each rank names its own, and from the pieces of any number of ranks any number loads.
+"""The sharded state, which is saved in pieces and can be loaded on another number of ranks.
 
 A value with one element for every element of a parameter is a flat piece named by the elements that it holds, in the
 order of the parameter's memory: ``3/exp_avg/0:512``. Other values, such as ``3/step``, are the same on every rank that
