@@ -90,8 +90,8 @@ def in_end_of_backward() -> bool:
 def _watched(callback: Callable[[], None], if_dropped: Callable[[], None]) -> Callable[[], None]:
     """Calls ``callback``; where the engine drops it without a call, ``if_dropped`` is called instead.
 
-    Not by ``__del__``, which would run in every pass: Python drops what the handler of a signal, such as
-    ``SystemExit``, raises in a destructor.
+    Not by ``__del__``, which would run in every pass: Python ignores an exception that a signal handler, such as one
+    that raises ``SystemExit``, raises in a destructor.
     """
 
     def call() -> None:

@@ -110,7 +110,7 @@ class Attached:
     def carry_out(
         self, recipe: Recipe, model: nn.Module, accelerated: Sequence[Any], *, late: str = "", instead: str = ""
     ) -> Run:
-        """Register for a prepared model, whose ``accelerated`` optimizers then step what is registered.
+        """Register for a prepared model, whose ``accelerated`` optimizers then step the registered ones.
 
         ``late`` and ``instead`` are those of :class:`Run`; a scaler's are known here.
         """
@@ -170,7 +170,7 @@ class Attached:
         self._folder = folder
 
     def _load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """``accelerator.load_state``, and then ours; Accelerate's hook comes before what it loads itself."""
+        """``accelerator.load_state``, and then the state of stages, since Accelerate calls its own load hooks first."""
         result = self._load(*args, **kwargs)
         self.detach_freed()
         load_files(self._folder, self._accelerator.process_index, self.runs)

@@ -168,7 +168,7 @@ class DDPAdapter:
         self.hook = hook
         self._ddp, self._join = ddp, join
         self._count = _Count(join)
-        # Before the first forward of the module that a rank without inputs would have to follow.
+        # The number of collectives issued when the module's first forward began: it must not issue any of its own.
         self._issued: int | None = None
         self._checks_forward = join.shadows
         # By id, in the reducer's order. Asked for in advance: to look parameters up waits for gathers under way, and

@@ -384,7 +384,7 @@ class Join(base.Join):
         self, adapter: Adapter, call: Call, detail: Sequence[float] = (), *, has_collectives: bool = True
     ) -> None:
         """Called by ``adapter`` before this rank makes a ``call`` that ranks without inputs replay by its ``detail``;
-        they need not be told of one without collectives, nor waited for."""
+        one without collectives is not announced to them, and does not wait for them."""
         if self._has_joined:
             return
         refuse_capture("an iteration under Join", "leave the block first")
@@ -601,6 +601,6 @@ def refuse_once_joined(group: dist.ProcessGroup, what: str) -> None:
     """
     if (join := active_join(group)) is not None and (missing := join.missing):
         raise TrainingLoopError(
-            f"{what} inside of Join: ranks {missing} have run out of inputs and are not told of the call, so the "
+            f"{what} inside of Join: ranks {missing} have run out of inputs and do not repeat this call, so the "
             "others would wait for them; call it after the block"
         )

@@ -486,7 +486,7 @@ class UpdateLifecycle(Terms):
                 self.context.note_unfinished()
         elif gradients.has_parts and id(parameter) not in gradients.released:
             message = _PART_USED
-        else:  # What cannot be read, though it is no part, was released, perhaps in a backward before.
+        else:  # A whole gradient that cannot be read was released, perhaps in an earlier backward.
             is_released = attempt is Attempt.READ or id(parameter) in gradients.released
             message = _RELEASED_USED if is_released else _WRITTEN
         name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")

@@ -304,7 +304,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     def _apply(
         self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
     ) -> None:
-        """Make one whole step, which any optimizer can do; what has been applied is hidden from it."""
+        """Make one whole step, which any optimizer can do; gradients that have been applied are hidden from it."""
         wanted = dict(zip(map(id, parameters), gradients, strict=True))
         others = [
             parameter

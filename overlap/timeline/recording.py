@@ -411,7 +411,7 @@ class Recorder:
         )
 
     def _times(self, step: StepRecord, start: Any, end: Any) -> tuple[float, float]:
-        """From the step's start; what has no end lasts until the step's."""
+        """From the step's start; a record without an end lasts until the end of the step."""
         since = self.clock.elapsed_ms
         return since(step.start, start), since(step.start, step.end if end is None else end)
 

@@ -1,4 +1,4 @@
-"""Nothing grows in a hundred steps, and what leaks on purpose is found."""
+"""Nothing grows in a hundred steps, and a deliberate leak is found."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Executor:
 
     Args:
         channels: they carry the collectives.
-        worker: the thread that runs what is submitted; the caller's does where ``None``.
+        worker: the thread that runs submitted functions; the caller's if ``None``.
     """
 
     observer: Any = None

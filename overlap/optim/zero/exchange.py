@@ -54,7 +54,8 @@ __all__ = ["BucketShards", "Exchange", "Gather", "in_elements", "parts_by_need",
 
 # A message costs tens of microseconds, in which about 256 KB can be copied.
 _LARGE_NUMEL = 64 * 1024
-# Of what all other ranks send; two rows are in memory at a time. See [Note: rows of a sum] in overlap._torch.c10d.
+# Of the messages of all other ranks in one row; two rows are in memory at a time. See [Note: rows of a sum] in
+# overlap._torch.c10d.
 _ROW_BYTES = 2**19
 _LEAST_BYTES = 2**20
 # Networks of accelerators are a hundred times as fast, and a launch of theirs takes as long as a message of a CPU.
@@ -129,7 +130,8 @@ class BucketShards:
         """Where this rank's pieces are among those that are packed."""
         self.segments: list[slice] = []
         """Where each rank's segment is in a packed buffer."""
-        # The segments without what is empty at their ends; a packed buffer with that, and where its pieces are in it.
+        # The segments without their padding; the sizes of the pieces and paddings of a packed buffer, and the places of
+        # the pieces among these.
         self._filled: list[slice] = []
         self._part_numels: list[int] = []
         self._parts: list[int] = []
