@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -146,9 +147,10 @@ def _process_group(spec: RankSpec) -> Iterator[None]:
     store.set_timeout(timeout)
     dist.init_process_group(spec.backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
     # Gloo's constructor returns while peers still connect; one that dies by then would fail theirs.
-    if store.add("ranks that are ready", 1) == spec.world_size:
-        store.set("all are ready", "")
-    store.wait(["all are ready"])
+    ready = store.add("ranks that are ready", 1)
+    while ready < spec.world_size:  # `store.wait()` looks every 10 ms.
+        time.sleep(0.001)
+        ready = store.add("ranks that are ready", 0)
     yield
     # Not in a `finally`: after an exception the peers may be inside a collective, and leaving is quicker.
     dist.destroy_process_group()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,16 +20,27 @@ from .table import PAGE, page
 load()
 
 
-@functools.cache
-def _of_topic(topic: str) -> dict[Cell, Outcome]:
-    """All loops of a topic, in one world of ranks."""
-    return outcomes(name for name, loop in LOOPS.items() if loop.topic == topic)
+@pytest.fixture(scope="module")
+def worlds(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[dict[Cell, Outcome]]]]:
+    """All loops of each topic that is tested; a world of ranks waits for half of its time, so two run at once."""
+    played: dict[str, Future[dict[Cell, Outcome]]] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for item in request.session.items:
+            if isinstance(item, pytest.Function) and item.module is request.module and "name" in item.fixturenames:
+                topic = LOOPS[item.callspec.params["name"]].topic
+                if topic not in played:
+                    names = [name for name, loop in LOOPS.items() if loop.topic == topic]
+                    played[topic] = pool.submit(outcomes, names)
+        yield played
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_does_with_every_form_what_it_declares(name: str) -> None:
+def test_a_loop_does_with_every_form_what_it_declares(
+    name: str, worlds: dict[str, Future[dict[Cell, Outcome]]]
+) -> None:
     loop = LOOPS[name]
-    found = {form: outcome for (loop_name, form), outcome in _of_topic(loop.topic).items() if loop_name == name}
+    found = {form: outcome for (of, form), outcome in worlds[loop.topic].result().items() if of == name}
     faults = [
         f"{form}: {outcome}\n    declared: {loop.expected.get(form, 'exact')}\n{outcome.details}"
         for form, outcome in found.items()

@@ -85,4 +85,4 @@ def _refused_while_the_other_waits_for_buffers(rank: int, world_size: int) -> No
 
 
 def test_an_error_of_ddps_own_broadcast_says_which_rank_was_refused() -> None:
-    run_ranks(_refused_while_the_other_waits_for_buffers, 2, timeout_s=120, group_timeout_s=8)
+    run_ranks(_refused_while_the_other_waits_for_buffers, 2, group_timeout_s=4)
