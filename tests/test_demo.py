@@ -23,7 +23,6 @@ from overlap.demo import (
     present,
     shard,
     start_runs,
-    train_and_compare,
 )
 
 
@@ -47,17 +46,15 @@ def test_two_ranks_end_up_equal(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def _train(rank: int, world_size: int) -> tuple[str, dict[str, Any]]:
-    device = torch.device("cpu")
-    _, run = start_runs(_options("--chain", "int4"), device)
-    return run.chain, train_and_compare(_options("--chain", "zero", "--optimizer", "adamw"), device)
+def _registered(rank: int, world_size: int) -> list[str]:
+    options = _options("--chain", "int4"), _options("--chain", "zero", "--optimizer", "adamw")
+    return [start_runs(each, torch.device("cpu"))[1].chain for each in options]
 
 
-def test_the_options_decide_what_is_registered_and_the_sharded_update_ends_up_equal() -> None:
-    int4, results = run_ranks(_train, 2, timeout_s=150)[0]
+def test_the_options_decide_what_is_registered() -> None:
+    int4, zero = run_ranks(_registered, 2)[0]
     assert int4 == "chain(Quantize(Int4(), error_feedback=True), Step(SGD, interleaved))"
-    assert results["overlapped"]["chain"] == "chain(ZeroStep(AdamW, interleaved))"
-    assert results["must_be_equal"] and results["passed"] and not any(results["largest_differences"].values())
+    assert zero == "chain(ZeroStep(AdamW, interleaved))"
 
 
 def _results(difference: float, *, accuracy: float = 0.97, chain: str = "step") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from lifecycle_forms import FORMS
 
 from harness import run_ranks
 
-SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "12"))
+SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "8"))
 """For each form."""
 FIRST_SEED = int(os.environ.get("OVERLAP_FIRST_SEED", "0"))
 
