@@ -116,24 +116,6 @@ def test_every_form_sums_in_the_models_order_and_not_in_the_optimizers() -> None
     run_ranks(_in_every_form, 2)
 
 
-def _in_parts(rank: int, world_size: int) -> None:
-    batches = MANY.batches(rank, steps=4)
-    for norm_type in (2.0, float("inf")):
-        reference, _ = _plain(batches, norm_type)
-        ddp = wrap(MANY.model(), **MANY.ddp_options())
-        zero = _zero(ddp, norm_type, reducer=False, gather="forward")
-        for batch, expected in zip(batches, reference, strict=True):
-            mean_squared_error(ddp, batch).backward()
-            zero.step()
-            zero.wait()
-            for ours, theirs in zip(ddp.parameters(), expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_a_sharded_norm_is_the_same_up_to_the_order_of_summation() -> None:
-    run_ranks(_in_parts, 3)
-
-
 def _unevenly(rank: int, world_size: int) -> None:
     """A rank without inputs, which has no `.grad`, clips as the others."""
     plain = wrap(MANY.model(), **MANY.ddp_options())

@@ -19,17 +19,14 @@ from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
     ConfigurationError,
-    OptimizerHookState,
     OverlappedOptimizer,
     PeerError,
     Step,
     UnsupportedError,
     ZeroRedundancyOptimizer,
     ZeroStep,
-    allreduce_hook,
     chain,
     declare,
-    hook_then_optimizer,
 )
 from overlap.optim.declared import KNOWN, unit_of
 
@@ -156,19 +153,6 @@ def _undeclared(rank: int, world_size: int) -> None:
 
 def test_what_is_not_declared_is_refused_before_any_collective_with_both_remedies() -> None:
     run_ranks(_undeclared, 2)
-
-
-def _hook(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model())
-    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(SignSGD(ddp.parameters()))))
-    before = [parameter.detach().clone() for parameter in ddp.parameters()]
-    with pytest.raises(UnsupportedError, match="SignSGD is neither known nor declared"):
-        mean_squared_error(ddp, MLP.batch(0, rank)).backward()
-    assert_parity(list(ddp.parameters()), before, what="parameters after a refused backward")
-
-
-def test_a_hook_of_ddps_own_refuses_at_its_first_bucket() -> None:
-    run_ranks(_hook, 2)
 
 
 # Groups.

@@ -8,7 +8,6 @@ import pytest
 import torch
 from step_loops import Counting, SignSGD
 from torch import nn
-from torch.optim import SGD
 
 from overlap import UnsupportedError
 from overlap.optim.stepper import SubsetStepper
@@ -62,23 +61,6 @@ def test_a_group_of_which_nothing_is_stepped_counts_with_the_others() -> None:
     assert optimizer.param_groups[1]["recent"] == [[0, 0.0], [1, 0.01]]
 
 
-class _Steps(SGD):
-    calls = 0
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        type(self).calls += 1
-        return super().step(closure)
-
-
-def test_groups_are_not_stepped_again_where_nothing_was_written() -> None:
-    first, second = _pair()
-    stepper = SubsetStepper(_Steps([{"params": [first]}, {"params": [second]}], lr=0.1))
-    stepper.begin()
-    stepper.step([first], [torch.ones(2)])
-    stepper.finish()
-    assert _Steps.calls == 1
-
-
 class _Writes(SignSGD):
     """Writes what `value` says of the group."""
 
@@ -92,15 +74,10 @@ class _Writes(SignSGD):
 @pytest.mark.parametrize(
     ("value", "agrees"),
     [
-        (lambda parameters: torch.ones(2), True),
         (lambda parameters: {"a": (1, [torch.zeros(1)])}, True),
         (lambda parameters: float("nan"), True),
-        (len, True),
         (lambda parameters: parameters[0].grad.sum(), False),
-        (lambda parameters: [id(parameters[0])], False),
-        (lambda parameters: object(), False),
         (lambda parameters: parameters[0].numel() == 2, False),
-        (lambda parameters: float(parameters[0].numel()), False),
     ],
 )
 def test_values_agree_if_they_are_equal(value: Any, agrees: bool) -> None:

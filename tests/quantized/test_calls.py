@@ -157,15 +157,3 @@ def _differ(rank: int, ranks: int) -> None:
 
 def test_new_calls_that_differ_are_an_error_on_every_rank_after_which_they_go_on() -> None:
     run_ranks(_differ, 3)
-
-
-def _alone(rank: int, ranks: int) -> None:
-    reduce = auto_quantize(dist.all_reduce, DQuantType.FP16)
-    reduce(torch.ones(3))
-    if rank == 0:
-        with pytest.raises(CollectiveError, match=r"in 2 s: ranks \[1\] did not come to call a quantized"):
-            reduce(torch.ones(4))
-
-
-def test_a_rank_that_calls_none_is_named() -> None:
-    run_ranks(_alone, 2, group_timeout_s=2)
