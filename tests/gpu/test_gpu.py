@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gpu
-import overlap
 from harness import run_ranks
 from streams.scenarios import SCENARIOS, Scenario, adamw
 
@@ -26,7 +19,7 @@ from .checks import CHECKS, Check, no_race, parity
 from .host_waits import waits_within
 
 
-@pytest.mark.parametrize("subject", ["resources", "sharded, in the next forward", "local, fragments, outer"])
+@pytest.mark.parametrize("subject", ["resources", "sharded, in the next forward"])
 def test_what_a_gpu_is_for_is_skipped_on_the_cpu_and_the_rest_passes(subject: str) -> None:
     results = {one.topic: one for one in runner.run_subject(subject, "cpu")}
     _, topics = CHECKS[subject]
@@ -43,29 +36,13 @@ def _fails(scenario: Scenario, rank: int, device: torch.device) -> None:
         raise ValueError("rank 1 cannot")
 
 
-def _dies(scenario: Scenario, rank: int, device: torch.device) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _hangs(scenario: Scenario, rank: int, device: torch.device) -> None:
-    time.sleep(1000)
-
-
-@pytest.mark.parametrize(
-    ("run", "outcome", "detail"),
-    [(_fails, "failed", "rank 1 cannot"), (_dies, "died", "exit code -9"), (_hangs, "hung", "no result after")],
-)
-def test_a_check_that_does_not_pass_costs_those_behind_it(
-    run: Callable[..., Any], outcome: str, detail: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    topics = {"first": Check(run=_passes), "second": Check(run=run), "third": Check(run=_passes)}
-    monkeypatch.setattr(runner, "_WORLD_S", 3.0)
+def test_a_check_that_does_not_pass_costs_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    topics = {"first": Check(run=_passes), "second": Check(run=_fails), "third": Check(run=_passes)}
     monkeypatch.setattr(runner, "CHECKS", {"mine": (SCENARIOS["all-reduce, interleaved"], topics)})
     monkeypatch.setattr(runner, "_run", lambda *args: _run_with(topics, *args))
     results = runner.run_subject("mine", "cpu")
-    assert [one.outcome for one in results] == ["passed", outcome, "skipped"]
-    assert detail in results[1].detail and f"second: mine {outcome}" in runner.summary(results)
+    assert [one.outcome for one in results] == ["passed", "failed", "skipped"]
+    assert "rank 1 cannot" in results[1].detail and "second: mine failed" in runner.summary(results)
 
 
 def _run_with(topics: dict[str, Check], rank: int, world_size: int, subject: str, device: str, passed: Path) -> None:
@@ -74,16 +51,6 @@ def _run_with(topics: dict[str, Check], rank: int, world_size: int, subject: str
 
 
 run = runner._run
-
-
-def test_checks_need_nothing_but_torch() -> None:
-    absent = ["pytest", "cloudpickle", "hypothesis", "tqdm", "rich", "matplotlib", "torchvision", "sklearn"]
-    without = f"import sys; sys.modules.update(dict.fromkeys({absent}))"
-    code = f"{without}; from gpu.__main__ import CHECKS; print(len(CHECKS))"
-    folders = [str(Path(gpu.__file__).parents[1]), str(Path(overlap.__file__).parents[1])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    output = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
-    assert int(output) == len(CHECKS)
 
 
 def _another_result_each_time(ddp: Any) -> list[Any]:
@@ -126,9 +93,3 @@ def test_a_wait_is_the_librarys_where_it_begins_within_one_of_its_ranges() -> No
     inside = [_event("cudaStreamSynchronize", 14), _event("cudaMemcpy", 13)]
     expected = {"overlap::Step[bucket 0]": ["cudaStreamSynchronize", "cudaMemcpy"]}
     assert waits_within([_STAGE, _LAUNCH, *inside]) == expected
-
-
-@pytest.mark.parametrize(("events", "missing"), [([_LAUNCH], "no range"), ([_STAGE], "no call of the CUDA runtime")])
-def test_a_trace_in_which_nothing_was_watched_proves_nothing(events: list[dict[str, Any]], missing: str) -> None:
-    with pytest.raises(AssertionError, match=missing):
-        waits_within(events)

@@ -29,26 +29,12 @@ from overlap import (
     Cast,
     OverlappedOptimizer,
     Step,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
     chain,
 )
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-OPTIMIZERS = (ADAMW, MOMENTUM)
 FALLING = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.8)
-
-# Reducers; with what PyTorch's hook is compared where the values are rounded.
-REDUCERS: dict[str, Callable[[], Any]] = {
-    "all-reduce": AllReduce,
-    "all-gather": AllGather,
-    "bf16": lambda: Cast(torch.bfloat16),
-}
-UPDATES: dict[str, dict[str, Any]] = {
-    "interleaved": {},
-    "deferred": {"deferred": True},
-}
 
 
 def _rounded(state, bucket):
@@ -76,41 +62,40 @@ def _check(ours: dict[str, Any], reference: dict[str, Any], rank: int, what: str
     assert_parity(ours, reference, what=what)
 
 
-def _chained(rank: int, reducer: str, update: str, divides: bool, make: Any, told_by: tuple[str, ...]) -> list[Any]:
-    """A chain of ``reducer`` and ``update``, under a Join told in each of ``told_by``."""
-    options = {"divide_by_initial_world_size": divides}
-    hook = _rounded if reducer == "bf16" else None
-    reference = _reference(MLP, rank, make, hook=hook, **options)
+# The reducer of each chain, its optimizer, whether it is deferred, by what gradients are divided, and how Join is told.
+# PyTorch's hook, with which rounded values are compared, divides by all ranks.
+CHAINS: list[tuple[Callable[[], Any], Any, bool, bool, str]] = [
+    (AllReduce, ADAMW, False, True, "forwards"),
+    (AllReduce, MOMENTUM, True, False, "batches"),
+    (AllGather, MOMENTUM, False, False, "forwards"),
+    (lambda: Cast(torch.bfloat16), ADAMW, True, True, "batches"),
+]
+
+
+def _chains(rank: int, world_size: int) -> list[Any]:
     results = []
-    for told in told_by:
+    for make_reducer, make, deferred, divides, told_by in CHAINS:
+        options = {"divide_by_initial_world_size": divides}
+        reducer = make_reducer()
+        reference = _reference(MLP, rank, make, hook=_rounded if isinstance(reducer, Cast) else None, **options)
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optimizer = OverlappedOptimizer(make(ddp.parameters()))
         scheduler = FALLING(optimizer)
-        chain(REDUCERS[reducer](), Step(optimizer, **UPDATES[update])).register(ddp)
+        chain(reducer, Step(optimizer, deferred=deferred)).register(ddp)
+        joinables = [ddp, optimizer, scheduler]
         ours = train_unevenly(
             ddp,
             optimizer,
             MLP,
             rank,
-            told,
+            told_by,
             body=overlapped_body,
-            joinables=[ddp, optimizer, scheduler],
+            joinables=joinables,
             scheduler=scheduler,
             **options,
         )
-        _check(ours, reference, rank, f"{reducer}, {update}, {told}")
-        results.append((reducer, divides, told, {**ours, "scheduler": scheduler.state_dict()["last_epoch"]}))
-    return results
-
-
-def _chains(rank: int, world_size: int) -> list[Any]:
-    """Each next combination takes the next choice of what is not combined with all."""
-    results = []
-    for number, (reducer, update) in enumerate(itertools.product(REDUCERS, UPDATES)):
-        # PyTorch's hook, with which bf16 is compared, divides by all ranks.
-        divides = reducer == "bf16" or number % 2 == 0
-        told_by = TOLD_BY[number % 2 :][:1]
-        results += _chained(rank, reducer, update, divides, OPTIMIZERS[number % 2], told_by)
+        _check(ours, reference, rank, f"{reducer}, {options}, {told_by}")
+        results.append({**ours, "scheduler": scheduler.last_epoch})
     return results
 
 
@@ -126,56 +111,15 @@ def _plain(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any
     return train_unevenly(ddp, optimizer, case, rank, told_by, joinables=joinables, scheduler=scheduler, **options)
 
 
-def _automatic(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer that is stepped in backward alone."""
-    optimizer = ADAMW(ddp.parameters())
-    scheduler = FALLING(optimizer)
-    chain(AllReduce(), Step(optimizer, deferred=told_by == "batches")).register(ddp)
-
-    def body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
-        torch.nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
-
-    joinables = [ddp, scheduler]
-    return train_unevenly(
-        ddp, optimizer, case, rank, told_by, body=body, joinables=joinables, scheduler=scheduler, **options
-    )
-
-
-def _sharded(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Our ZeroRedundancyOptimizer."""
-    is_plain = case is BATCH_NORM
-    zero = ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=not is_plain
-    )
-    if not is_plain:
-        chain(ZeroStep(zero, deferred=told_by == "forwards")).register(ddp)
-    return _train_sharded(ddp, zero, case, rank, told_by, options, clears=is_plain)
-
-
 def _pytorchs_sharded(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
     """PyTorch's ZeroRedundancyOptimizer."""
     with warnings.catch_warnings(action="ignore"):  # Importing it scripts functions, which is deprecated.
         from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
     make: Any = TorchZero
     zero = make(ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-    return _train_sharded(ddp, zero, case, rank, told_by, options, clears=True)
-
-
-def _train_sharded(
-    ddp: Any, zero: Any, case: Case, rank: int, told_by: str, options: dict[str, Any], *, clears: bool
-) -> dict[str, Any]:
     scheduler = FALLING(zero)
-    train_unevenly(
-        ddp,
-        _Stateless(zero),
-        case,
-        rank,
-        told_by,
-        body=plain_body if clears else overlapped_body,
-        joinables=[ddp, zero, scheduler],
-        scheduler=scheduler,
-        **options,
-    )
+    joinables = [ddp, zero, scheduler]
+    train_unevenly(ddp, _Stateless(zero), case, rank, told_by, joinables=joinables, scheduler=scheduler, **options)
     return {"model": snapshot(ddp, None)["model"]}
 
 
@@ -191,8 +135,6 @@ class _Stateless:
 
 OTHER_OPTIMIZERS: dict[str, Callable[..., dict[str, Any]]] = {
     "plain": _plain,
-    "automatic": _automatic,
-    "sharded": _sharded,
     "PyTorch's sharded": _pytorchs_sharded,
 }
 
