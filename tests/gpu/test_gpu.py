@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gpu
+import overlap
 from harness import run_ranks
 from streams.scenarios import SCENARIOS, Scenario, adamw
 
@@ -53,6 +58,16 @@ def _run_with(topics: dict[str, Check], rank: int, world_size: int, subject: str
 run = runner._run
 
 
+def test_checks_need_nothing_but_torch() -> None:
+    absent = ["pytest", "cloudpickle", "hypothesis", "tqdm", "rich", "matplotlib", "torchvision", "sklearn"]
+    without = f"import sys; sys.modules.update(dict.fromkeys({absent}))"
+    code = f"{without}; from gpu.__main__ import CHECKS; print(len(CHECKS))"
+    folders = [str(Path(gpu.__file__).parents[1]), str(Path(overlap.__file__).parents[1])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    output = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+    assert int(output) == len(CHECKS)
+
+
 def _another_result_each_time(ddp: Any) -> list[Any]:
     (optimizer,) = adamw(ddp)
     for group in optimizer.param_groups:
@@ -93,3 +108,9 @@ def test_a_wait_is_the_librarys_where_it_begins_within_one_of_its_ranges() -> No
     inside = [_event("cudaStreamSynchronize", 14), _event("cudaMemcpy", 13)]
     expected = {"overlap::Step[bucket 0]": ["cudaStreamSynchronize", "cudaMemcpy"]}
     assert waits_within([_STAGE, _LAUNCH, *inside]) == expected
+
+
+@pytest.mark.parametrize(("events", "missing"), [([_LAUNCH], "no range"), ([_STAGE], "no call of the CUDA runtime")])
+def test_a_trace_in_which_nothing_was_watched_proves_nothing(events: list[dict[str, Any]], missing: str) -> None:
+    with pytest.raises(AssertionError, match=missing):
+        waits_within(events)

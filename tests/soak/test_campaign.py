@@ -1,4 +1,4 @@
-"""A short campaign with one seed: a rank that is killed, raises, dies in a save, is stopped; each in another form."""
+"""A short campaign with one seed: a fault of each kind, spread over the forms."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 from soak.__main__ import read
 
 PAIRS = (
-    ("Join", "SIGKILL"),
+    ("chain, Step", "SIGKILL"),
     ("ZeroStep, gathered in forward", "exception in a stage"),
     ("PowerSGD", "killed in a save"),
-    ("LocalSGD", "SIGSTOP"),
+    ("LocalSGD", "out of memory"),
+    ("Join", "SIGTERM, handled"),
+    ("ZeroStep, gathered in backward", "SIGSTOP"),
 )
 
 
