@@ -318,6 +318,7 @@ def _fails(rank: int, world_size: int) -> None:
             with pytest.raises((ValueError, PeerError), match="broken on purpose") as caught:
                 backward(ddp, 3, rank)
         assert rank == 0 or any("load a checkpoint" in note for note in caught.value.__notes__)
+        del caught
         trains(ddp, optimizer, rank, range(4, 7))
         gc.collect()  # The exception refers to its frames, and they to it.
         trains(ddp, optimizer, rank, range(7, 8))
