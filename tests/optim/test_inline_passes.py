@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from loop_forms import backward, registered
+from step_loops import backward, registered
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import assert_parity, run_ranks, wrap

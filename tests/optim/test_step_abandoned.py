@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_forms import registered
+from step_loops import registered
 from torch import Tensor, nn
 
 from harness import run_ranks, wrap

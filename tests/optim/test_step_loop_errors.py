@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loop_forms import backward, registered
+from step_loops import backward, registered
 
 from harness import run_ranks, wrap
 from harness.models import MLP

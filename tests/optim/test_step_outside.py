@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_forms import SGD, backward, registered
+from step_loops import SGD, backward, registered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
