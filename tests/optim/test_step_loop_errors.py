@@ -84,7 +84,15 @@ def _missed_parameters(rank: int, world_size: int) -> None:
     ddp.module[4:](torch.ones(1, 16)).sum().backward()  # The first layers take no part.
     with pytest.raises(TrainingLoopError, match=r"not reached every parameter.*0\.weight.*find_unused_parameters"):
         optimizer.step()
+    model = MLP.model()
+    model[0].requires_grad_(False)
+    ddp = wrap(model, **MLP.ddp_options())
+    optimizer = registered("interleaved", ddp)
+    ddp.module[0].requires_grad_(True)  # DDP does not reduce it, so the ranks would part here.
+    backward(ddp, 0, rank)
+    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks \(0\.weight \(and 1 other\)\)"):
+        optimizer.step()
 
 
-def test_a_backward_that_misses_parameters_is_named_by_step() -> None:
+def test_parameters_that_a_backward_misses_or_ddp_does_not_reduce_are_named_by_step() -> None:
     run_ranks(_missed_parameters, 2)
