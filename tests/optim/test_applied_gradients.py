@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loop_forms import SGD, backward, registered, settle
+from step_loops import SGD, backward, registered, settle
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP

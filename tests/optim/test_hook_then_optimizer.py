@@ -5,19 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 from step_loops import SGD, NoScheduler, plain_ddp
 
 from harness import assert_parity, run_ranks, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
-    AllReduce,
     OptimizerHookState,
-    Step,
-    TrainingLoopError,
     allreduce_hook,
-    chain,
     hook_then_optimizer,
     register,
 )
@@ -41,7 +36,7 @@ def _trained_by_backward_alone(rank: int, ddp: Any) -> Parameters:
 
 
 def _in_backward(rank: int, world_size: int) -> None:
-    functional = functools.partial(FunctionalSGD, lr=0.1, momentum=0.9)
+    functional = functools.partial(FunctionalSGD, **SGD.keywords)
     reference = _reference(rank)
     for is_late in (False, True):
         for with_ddp_itself in (False, True):
@@ -58,20 +53,3 @@ def _in_backward(rank: int, world_size: int) -> None:
 
 def test_a_functional_optimizer_updates_in_backward_also_parameters_that_come() -> None:
     run_ranks(_in_backward, 2)
-
-
-def _parameter_in_no_bucket(rank: int, world_size: int) -> None:
-    for with_ddp_itself in (False, True):
-        ddp, head = wrap(MLP.model(), **MLP.ddp_options()), torch.nn.Linear(16, 1)
-        optimizer = SGD(ddp.parameters())
-        if with_ddp_itself:
-            ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
-        else:
-            chain(AllReduce(), Step(optimizer)).register(ddp)
-        optimizer.add_param_group({"params": head.parameters()})
-        with pytest.raises(TrainingLoopError, match="2 parameters of the SGD have gradients but are in no bucket"):
-            head(ddp(*MLP.batch(0, rank).inputs)).sum().backward()
-
-
-def test_a_parameter_that_backward_would_never_update_is_an_error() -> None:
-    run_ranks(_parameter_in_no_bucket, 2)

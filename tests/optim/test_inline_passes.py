@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from loop_forms import backward, registered
+from step_loops import backward, registered
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import assert_parity, run_ranks, wrap
@@ -20,7 +20,7 @@ from overlap.hooks.engine.registration import registration_of
 INLINE = {"OVERLAP_SMALL_MODEL_BYTES": str(2**20)}
 
 
-def _has_no_thread(rank: int, world_size: int) -> None:
+def _has_no_thread(rank: int) -> None:
     for form in ("interleaved", "deferred", "zero", "zero deferred"):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optimizer = registered(form, ddp)
@@ -33,17 +33,12 @@ def _has_no_thread(rank: int, world_size: int) -> None:
         assert f"overlap-{id(registration.runtime):x}" not in names, form
 
 
-def test_an_inline_pass_has_no_thread() -> None:
-    """Its parity is shown by the inline forms of the corpus and of the lifecycle."""
-    run_ranks(_has_no_thread, 2, env=INLINE)
-
-
 def _model(*widths: int, dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
     layers = [torch.nn.Linear(width, width, bias=False) for width in widths]
     return DistributedDataParallel(torch.nn.Sequential(*layers[:-1], layers[-1].to(dtype)), **options)
 
 
-def _which(rank: int, world_size: int) -> None:
+def _which() -> None:
     with mock.patch.object(executors, "SMALL_BYTES", 0):
         assert not runs_inline(_model(4))
     assert runs_inline(_model(256, 256))
@@ -57,8 +52,14 @@ def _which(rank: int, world_size: int) -> None:
     assert runs_inline(frozen)
 
 
-def test_which_models_are_small() -> None:
-    run_ranks(_which, 2, env=INLINE)
+def _small_models(rank: int, world_size: int) -> None:
+    _has_no_thread(rank)
+    _which()
+
+
+def test_a_small_model_has_no_thread_and_which_models_are_small() -> None:
+    """The parity of inline passes is shown by the inline forms of the corpus and of the lifecycle."""
+    run_ranks(_small_models, 2, env=INLINE)
 
 
 def _under_autocast(rank: int, world_size: int) -> None:

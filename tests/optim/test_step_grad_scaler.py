@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_forms import registered
-from step_loops import overlapped_ddp, plain_ddp
+from step_loops import overlapped_ddp, plain_ddp, registered
 
 from harness import Record, assert_parity, run_ranks, train, wrap
 from harness.models import MLP, Batch

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loop_forms import backward, registered
+from step_loops import backward, registered
 
 from harness import run_ranks, wrap
 from harness.models import MLP
-from overlap import AllReduce, Bucket, OverlappedOptimizer, PeerError, Stage, Step, TrainingLoopError, chain
+from overlap import TrainingLoopError
 
 
 def _form(form: str) -> tuple[Any, Any]:
@@ -84,44 +84,15 @@ def _missed_parameters(rank: int, world_size: int) -> None:
     ddp.module[4:](torch.ones(1, 16)).sum().backward()  # The first layers take no part.
     with pytest.raises(TrainingLoopError, match=r"not reached every parameter.*0\.weight.*find_unused_parameters"):
         optimizer.step()
-
-
-def test_a_backward_that_misses_parameters_is_named_by_step() -> None:
-    run_ranks(_missed_parameters, 2)
-
-
-class _Flaky(Stage):
-    """The all-reduce, which raises in bucket 2 of step 2 on one rank."""
-
-    def __init__(self, *, enabled: bool) -> None:
-        self.inner, self.enabled = AllReduce(), enabled
-
-    async def __call__(self, bucket: Bucket) -> None:
-        if self.enabled and (bucket.step, bucket.index) == (2, 2):
-            raise ValueError("the dog ate it")
-        await self.inner(bucket)
-
-
-def _failed_passes(rank: int, world_size: int) -> list[Any]:
-    _failed_pass(rank, deferred=False)
-    return _failed_pass(rank, deferred=True)
-
-
-def _failed_pass(rank: int, *, deferred: bool) -> list[Any]:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    chain(_Flaky(enabled=rank == 0), Step(optimizer, deferred=deferred)).register(ddp)
-    for step in range(4):
-        try:
-            ddp(*MLP.batch(step, rank).inputs).square().mean().backward()
-        except (ValueError, PeerError) as error:
-            warned = any("load a checkpoint" in note for note in error.__notes__)
-            assert warned != deferred or rank != 0
-            continue
+    model = MLP.model()
+    model[0].requires_grad_(False)
+    ddp = wrap(model, **MLP.ddp_options())
+    optimizer = registered("interleaved", ddp)
+    ddp.module[0].requires_grad_(True)  # DDP does not reduce it, so the ranks would part here.
+    backward(ddp, 0, rank)
+    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks \(0\.weight \(and 1 other\)\)"):
         optimizer.step()
-    return [p.detach().clone() for p in ddp.parameters()]
 
 
-def test_a_failed_pass_leaves_the_ranks_equal_or_says_that_some_parameters_were_updated() -> None:
-    first, second = run_ranks(_failed_passes, 2)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+def test_parameters_that_a_backward_misses_or_ddp_does_not_reduce_are_named_by_step() -> None:
+    run_ranks(_missed_parameters, 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_forms import SGD, backward, registered
+from step_loops import SGD, backward, registered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,21 +51,6 @@ def _each_outside(rank: int, world_size: int) -> None:
 
 def test_what_step_applies_outside_of_the_model_is_cleared_by_it() -> None:
     run_ranks(_each_outside, 2)
-
-
-def _unfrozen_after_wrapping(rank: int, world_size: int) -> None:
-    model = MLP.model()
-    model[0].requires_grad_(False)
-    ddp = wrap(model, **MLP.ddp_options())
-    optimizer = registered("interleaved", ddp)
-    ddp.module[0].requires_grad_(True)  # DDP does not reduce it, so the ranks would part here.
-    backward(ddp, 0, rank)
-    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks \(0\.weight \(and 1 other\)\)"):
-        optimizer.step()
-
-
-def test_parameters_unfrozen_after_wrapping_are_refused_by_name() -> None:
-    run_ranks(_unfrozen_after_wrapping, 2)
 
 
 def _under_join(rank: int, form: str, *, discards: bool = False) -> None:
