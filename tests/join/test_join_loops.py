@@ -99,7 +99,6 @@ def _several_joins(rank: int, world_size: int, case: Case, update: str | None, t
 # Of the models how they are updated, and how a Join learns of it.
 SEVERAL: list[tuple[Case, str | None, str]] = [
     (MLP, "deferred", "batches"),
-    (MLP, None, "forwards"),
     (BATCH_NORM, "deferred", "batches"),
     (UNUSED_ON_SOME_RANKS, "interleaved", "batches"),
 ]
