@@ -10,24 +10,10 @@ from join_loops import joined
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import AllGather, Int4, PowerSGD, Quantize, Stage, chain
+from overlap import Int4, PowerSGD, Quantize, Stage, chain
 from overlap.hooks.stage import Role
 
 _BATCHES = (6, 2)
-
-
-class _Residual(Stage):
-    """Error feedback: sends what is above a threshold, and keeps the rest for the next time."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, torch.Tensor] = {}
-
-    async def __call__(self, bucket: Any) -> None:
-        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
-            gradient.add_(self.kept.get(name, torch.zeros_like(gradient)))
-            self.kept[name] = gradient * (gradient.abs() < gradient.abs().mean())
-            gradient.sub_(self.kept[name])
-        await AllGather()(bucket)
 
 
 class _Sent(Stage):
@@ -45,7 +31,6 @@ class _Sent(Stage):
 
 # Stages that keep what they do not send, and where.
 FEEDBACK: dict[str, tuple[Any, Any]] = {
-    "residual": (_Residual, lambda stage: stage.kept),
     "PowerSGD": (
         lambda: PowerSGD(rank=1, start_step=0, min_compression_rate=1),
         lambda stage: stage.state_dict()["residuals"],

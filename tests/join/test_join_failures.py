@@ -21,8 +21,6 @@ from overlap import (
     OverlappedOptimizer,
     PeerError,
     Step,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
     chain,
 )
 
@@ -78,19 +76,14 @@ def test_a_killed_rank_ends_the_others_before_the_timeout(
         assert took_s < _TIMEOUT_S - 3, f"not only when the group's timeout has passed: {took_s} s, {message}"
 
 
-def _raises(rank: int, world_size: int, told_by: str, form: str) -> Any:
+def _raises(rank: int, world_size: int) -> Any:
     """Rank 1 raises in its third iteration; rank 2 has left by then."""
     ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    if form == "step":
-        optimizer = OverlappedOptimizer(optimizer)
-        chain(AllReduce(), Step(optimizer)).register(ddp)
-    else:
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-        chain(ZeroStep(optimizer)).register(ddp)
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    chain(AllReduce(), Step(optimizer)).register(ddp)
     start_s = time.monotonic()
     try:
-        with joined([ddp, optimizer], MLP.batches(rank, steps=(6, 5, 1)[rank]), told_by) as iterated:
+        with joined([ddp, optimizer], MLP.batches(rank, steps=(6, 5, 1)[rank]), "forwards") as iterated:
             for number, batch in enumerate(iterated):
                 start_s = time.monotonic()
                 if rank == 1 and number == 2:
@@ -101,59 +94,37 @@ def _raises(rank: int, world_size: int, told_by: str, form: str) -> Any:
     return None
 
 
-@pytest.mark.parametrize(
-    ("told_by", "form"),
-    [("forwards", "step"), ("batches", "zero")],
-)
-def test_an_exception_of_the_loop_reaches_the_others_before_the_timeout(told_by: str, form: str) -> None:
-    results = run_ranks(_raises, 3, told_by, form, group_timeout_s=_TIMEOUT_S, timeout_s=50)
+def test_an_exception_of_the_loop_reaches_the_others_before_the_timeout() -> None:
+    results = run_ranks(_raises, 3, group_timeout_s=_TIMEOUT_S, timeout_s=50)
     assert isinstance(results.pop(1)[0], ValueError)
     for error, took_s in results:
         assert isinstance(error, PeerError) and "rank 1" in str(error) and "the dog ate it" in str(error)
         assert took_s < _TIMEOUT_S / 2, took_s
 
 
-def _replays_alone(rank: int, world_size: int) -> float:
-    """Rank 0 replays plain DDP's backward while rank 1, the last with inputs, raises."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-
-    def train() -> None:
-        with joined([ddp], MLP.batches(rank, steps=(1, 4)[rank]), "batches") as batches:
-            for number, batch in enumerate(batches):
-                if rank == 1 and number == 2:
-                    raise ValueError("the dog ate it")
-                mean_squared_error(ddp, batch).backward()
-
-    start_s = time.monotonic()
-    with pytest.raises((ValueError, PeerError), match="the dog ate it"):
-        train()
-    return time.monotonic() - start_s
-
-
-def test_a_rank_that_replays_without_a_chain_looks_for_failures() -> None:
-    assert max(run_ranks(_replays_alone, 2, group_timeout_s=_TIMEOUT_S)) < _TIMEOUT_S / 2
-
-
 def _used_again(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Rank 1 raises while rank 0 replays on the connections of a chain, twice; then both train on."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    chain(AllReduce()).register(ddp)
+    """Rank 1 raises while rank 0 replays: once in plain DDP, and twice with a chain, which then trains on."""
 
-    def train(fails_at: int) -> None:
+    def train(ddp: Any, fails_at: int) -> None:
         with joined([ddp], MLP.batches(rank, steps=(2, 6)[rank]), "batches") as batches:
             for number, batch in enumerate(batches):
                 if rank == 1 and number == fails_at:
                     raise ValueError("the dog ate it")
                 mean_squared_error(ddp, batch).backward()
 
-    for _ in range(2):
+    plain = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(AllReduce()).register(ddp)
+    for model in (plain, ddp, ddp):
+        start_s = time.monotonic()
         with pytest.raises((ValueError, PeerError), match="the dog ate it"):
-            train(4)
+            train(model, 4)
+        assert time.monotonic() - start_s < _TIMEOUT_S / 2
         dist.barrier()
-    train(-1)
+    train(ddp, -1)
     return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
 
 
-def test_a_model_with_a_chain_can_be_used_again_after_a_failed_block() -> None:
+def test_a_rank_that_replays_looks_for_failures_and_its_model_can_be_used_again() -> None:
     first, second = run_ranks(_used_again, 2, group_timeout_s=_TIMEOUT_S)
     assert first and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

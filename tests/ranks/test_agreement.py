@@ -123,16 +123,6 @@ def test_ranks_that_come_for_different_purposes_learn_of_both() -> None:
     run_ranks(_for_different_purposes, 2, group_timeout_s=_TIMEOUT_S, timeout_s=120)
 
 
-def _values(rank: int, world_size: int) -> list[Any]:
-    with Agreement(dist.group.WORLD, "compare") as agreement:
-        return [agreement.agree([rank, 0.1]), agreement.agree("chosen" if rank == 0 else None)[0]]
-
-
-def test_ranks_learn_the_values_of_all() -> None:
-    for found in run_ranks(_values, 3):
-        assert found == [[[0, 0.1], [1, 0.1], [2, 0.1]], "chosen"]
-
-
 class _LooksOnceTooEarly:
     """A store of which the first question is asked before the others have come."""
 

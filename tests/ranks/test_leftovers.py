@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,32 +18,17 @@ _ROUNDS = 4
 _TIMEOUT_S = 20
 
 
-class _Loop:
-    """What a round does on one rank, in a group whose store is watched."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.ddp = wrap(MLP.model(), **MLP.ddp_options())
-
-    def _train(self, batches: Any) -> None:
-        for batch in batches:
-            mean_squared_error(self.ddp, batch).backward()
-
-    def joined(self) -> None:
-        with Join([self.ddp]) as join:
-            self._train(join.iterate(MLP.batches(self.rank, steps=9 if self.rank else 2)))
-
-    def consolidate(self) -> None:
-        zero = ZeroRedundancyOptimizer(self.ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        mean_squared_error(self.ddp, MLP.batch(0, self.rank)).backward()
-        zero.step()
-        zero.consolidate_state_dict()
+def _joined(ddp: Any, rank: int) -> None:
+    with Join([ddp]) as join:
+        for batch in join.iterate(MLP.batches(rank, steps=9 if rank else 2)):
+            mean_squared_error(ddp, batch).backward()
 
 
-_LOOPS: list[Callable[[_Loop], None]] = [
-    _Loop.joined,
-    _Loop.consolidate,
-]
+def _consolidate(ddp: Any, rank: int) -> None:
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    zero.step()
+    zero.consolidate_state_dict()
 
 
 def _keys(rank: int, world_size: int, port: int) -> dict[str, list[list[str]]]:
@@ -53,10 +37,10 @@ def _keys(rank: int, world_size: int, port: int) -> dict[str, list[list[str]]]:
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     found: dict[str, list[list[str]]] = {}
-    for run in _LOOPS:
-        loop = _Loop(rank)
+    for run in (_joined, _consolidate):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
         for _ in range(_ROUNDS):
-            run(loop)
+            run(ddp, rank)
             dist.barrier()
             agree(dist.group.WORLD, "leave a round behind")
             dist.barrier()

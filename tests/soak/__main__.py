@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,11 @@ def _play(options: argparse.Namespace, kept: Path) -> None:
 
 def _note(result: Result, kept: Path, out: Path, folder: Path) -> None:
     with kept.open("a") as file:
-        file.write(json.dumps(result.as_dict()) + "\n")
+        file.write(json.dumps(asdict(result)) + "\n")
     slowest = "" if result.slowest_s is None else f", error after {result.slowest_s:.2f} s"
     print(
         f"{result.seed} {result.form} | {result.fault} | {result.ranks} ranks, victim {result.victim}: "
-        f"{'clean' if result.is_clean else 'UNCLEAN'}{'' if result.met else ' (not met)'}{slowest}, "
+        f"{'UNCLEAN' if result.unclean else 'clean'}{'' if result.met else ' (not met)'}{slowest}, "
         f"{result.took_s:.1f} s",
         flush=True,
     )

@@ -50,15 +50,6 @@ class Trap(Stage):
             raise Planned(f"the stage raises in step {self.step}, bucket {bucket.index}")
 
 
-class Other(Stage):
-    """Changes nothing; a plan with it is another plan."""
-
-    role = Role.TRANSFORM
-
-    async def __call__(self, bucket: Bucket) -> None:
-        pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """What a loop needs."""
@@ -86,7 +77,7 @@ class Form:
 
 
 def _stages(trap: Trap, is_other: bool) -> list[Stage]:
-    return [trap, Other()] if is_other else [trap]
+    return [trap, Trap()] if is_other else [trap]  # One more is another plan.
 
 
 def _plain(ddp: Any, trap: Trap, is_other: bool) -> Any:

@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,8 +39,8 @@ class Outcome:
     strays: list[int] = field(default_factory=list)
 
 
-def play(plan: Plan, send: Callable[[int], None] | None = None) -> Outcome:
-    """Runs the group to its end. `send` acts on the victim's process a moment after its step has begun."""
+def play(plan: Plan, sent: signal.Signals | None = None) -> Outcome:
+    """Runs the group to its end. `sent` is what the victim's process gets a moment after its step has begun."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     listener = socket.create_server(("127.0.0.1", 0))
     read, write = os.pipe()
@@ -63,7 +62,7 @@ def play(plan: Plan, send: Callable[[int], None] | None = None) -> Outcome:
     os.close(write)
     outcome = Outcome(statuses=[0] * plan.ranks, hung=[], reports=[], logs=[])
     try:
-        _wait(plan, pids, read, send, outcome)
+        _wait(plan, pids, read, sent, outcome)
     finally:
         os.close(read)
         for pid in pids:
@@ -91,7 +90,7 @@ def become_subreaper() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)
 
 
-def _wait(plan: Plan, pids: list[int], read: int, send: Callable[[int], None] | None, outcome: Outcome) -> None:
+def _wait(plan: Plan, pids: list[int], read: int, sent: signal.Signals | None, outcome: Outcome) -> None:
     running = dict(enumerate(pids))
     limit_s = time.monotonic() + 2 * plan.timeout_s + plan.stopped_s + _GRACE_S
     send_s, continue_s = None, None
@@ -100,13 +99,13 @@ def _wait(plan: Plan, pids: list[int], read: int, send: Callable[[int], None] | 
         late_s = time.monotonic() - looked_s - _LOOKING_S
         outcome.stalled_s += late_s if late_s > _STALL_S else 0.0
         looked_s = time.monotonic()
-        if send is not None and outcome.sent_s is None and send_s is None and select.select([read], [], [], 0)[0]:
+        if sent is not None and outcome.sent_s is None and send_s is None and select.select([read], [], [], 0)[0]:
             send_s = time.monotonic() + plan.delay_s
-        if send_s is not None and time.monotonic() >= send_s and send is not None:
+        if send_s is not None and time.monotonic() >= send_s and sent is not None:
             send_s = None
             outcome.sent_s = time.monotonic()
             if plan.victim in running:
-                send(running[plan.victim])
+                os.kill(running[plan.victim], sent)
                 looked_s = time.monotonic()  # It may have taken a while.
             if plan.stopped_s:
                 continue_s = time.monotonic() + plan.stopped_s

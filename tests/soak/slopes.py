@@ -162,12 +162,11 @@ def _row(form: str, step_ms: float, slopes: dict[str, Slope]) -> str:
 def _main() -> int:
     parser = argparse.ArgumentParser(prog="python -m soak.slopes", description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--form", action="append", choices=list(FORMS), help="only this one; may be given again")
     options = parser.parse_args()
     print("Growth in 1,000 steps ± its standard error, on the rank where it is larger; in bold: what grows.\n")
     print(f"| form | ms a step | {' | '.join(BOUNDS)} |\n| --- |{' ---: |' * (1 + len(BOUNDS))}")
     has_grown = False
-    for form in options.form or list(FORMS):
+    for form in FORMS:
         step_ms, slopes = slopes_of(form, steps=options.steps, samples=min(_SAMPLES, options.steps // 20))
         print(_row(form, step_ms, slopes), flush=True)
         has_grown |= any(slope.grows for slope in slopes.values())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +25,6 @@ _NAMES = re.compile(r"\branks? \[?\d|\bpeer\b|\[[\d.:a-f]+\]:\d+|no rank has rep
 _ABORTS = ("terminate called", "Fatal Python error", "Exception ignored in", "Segmentation fault", "Aborted")
 
 
-def _always(form: Form) -> bool:
-    return True
-
-
-def _with_stages(form: Form) -> bool:
-    return form.has_stages
-
-
-def _not_joined(form: Form) -> bool:
-    return not form.is_joined  # There any number of steps is allowed.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """What happens to one rank, the victim."""
@@ -48,7 +33,11 @@ class Fault:
     victim_ends: bool = True  # Without an error of its own: killed.
     is_sent: bool = False  # By the parent, a moment after the step has begun.
     waits_for_timeout: bool = False  # Nobody can know before the group's timeout is over.
-    applies: Callable[[Form], bool] = _always
+    needs_stages: bool = False
+    needs_equal_steps: bool = False  # Under Join any number of steps is allowed.
+
+    def applies(self, form: Form) -> bool:
+        return (form.has_stages or not self.needs_stages) and not (form.is_joined and self.needs_equal_steps)
 
 
 _ALL = (
@@ -57,14 +46,14 @@ _ALL = (
     Fault(name="SIGTERM", is_sent=True),
     Fault(name="SIGTERM, handled", is_sent=True, victim_ends=False),
     Fault(name="SIGSTOP", is_sent=True, victim_ends=False, waits_for_timeout=True),
-    Fault(name="exception in a stage", victim_ends=False, applies=_with_stages),
+    Fault(name="exception in a stage", victim_ends=False, needs_stages=True),
     Fault(name="exception in the loss", victim_ends=False),
     Fault(name="exception in the loader", victim_ends=False),
     Fault(name="out of memory", victim_ends=False),
     Fault(name="full disk", victim_ends=False),
     Fault(name="killed in a save", victim_ends=True),
-    Fault(name="another plan", victim_ends=False, applies=_with_stages),
-    Fault(name="a step more", victim_ends=False, waits_for_timeout=True, applies=_not_joined),
+    Fault(name="another plan", victim_ends=False, needs_stages=True),
+    Fault(name="a step more", victim_ends=False, waits_for_timeout=True, needs_equal_steps=True),
 )
 FAULTS = {fault.name: fault for fault in _ALL}
 
@@ -89,13 +78,6 @@ class Result:
     resumed_exactly: bool = False
     stalled_s: float = 0.0  # While the failing group ran.
     took_s: float = 0.0
-
-    @property
-    def is_clean(self) -> bool:
-        return not self.unclean
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def pairs_of(forms: list[str], faults: list[str]) -> list[tuple[str, str]]:
@@ -155,7 +137,7 @@ class References:
             )
 
 
-def run_trial(result: Result, folder: Path, references: References) -> Result:
+def run_trial(result: Result, folder: Path, references: References) -> None:
     """Plays the trial in `folder`, which is left there if it is unclean."""
     begun_s = time.monotonic()
     form, fault = FORMS[result.form], FAULTS[result.fault]
@@ -165,10 +147,9 @@ def run_trial(result: Result, folder: Path, references: References) -> Result:
     _resume(result, form, folder, references)
     if (now := _open_descriptors()) != descriptors:
         result.unclean.append(f"the parent's descriptors went from {descriptors} to {now}")
-    if result.is_clean:
+    if not result.unclean:
         shutil.rmtree(folder)
     result.took_s = round(time.monotonic() - begun_s, 2)
-    return result
 
 
 def _fail(result: Result, form: Form, fault: Fault, folder: Path, references: References) -> None:
@@ -178,16 +159,8 @@ def _fail(result: Result, form: Form, fault: Fault, folder: Path, references: Re
         fault_step=result.fault_step, delay_s=result.delay_s, destroys=result.destroys,
         stopped_s=1.5 * timeout_s if fault.name == "SIGSTOP" else 0.0,
     )  # fmt: skip
-    send = None
-    if fault.is_sent:
-        number = signal.Signals[fault.name.split(",")[0]]
-        send = partial(_send, number)
-    outcome = play(plan, send)
+    outcome = play(plan, signal.Signals[fault.name.split(",")[0]] if fault.is_sent else None)
     _check(result, form, fault, plan, outcome, references)
-
-
-def _send(number: signal.Signals, pid: int) -> None:
-    os.kill(pid, number)
 
 
 def _check(result: Result, form: Form, fault: Fault, plan: Plan, outcome: Outcome, references: References) -> None:
