@@ -85,7 +85,7 @@ def test_a_class_of_another_package_is_not_known_by_a_name_of_torchs() -> None:
 
 OPTION_SETS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"momentum": 0.9, "fused": True, "maximize": True}],
-    "Adam": [{"amsgrad": True, "foreach": True}, {"fused": True}],
+    "Adam": [{"amsgrad": True, "foreach": True}],
     "AdamW": [{"fused": True, "amsgrad": True}, {"lr": torch.tensor(0.01)}],
     "Adagrad": [{"lr_decay": 0.1, "weight_decay": 0.1}],
     "Adadelta": [{"weight_decay": 0.1, "foreach": True}],
@@ -94,7 +94,7 @@ OPTION_SETS: dict[str, list[dict[str, Any]]] = {
     "RAdam": [{"weight_decay": 0.1, "decoupled_weight_decay": True}],
     "RMSprop": [{"centered": True, "momentum": 0.5}],
     "Rprop": [{"foreach": True}],
-    "ASGD": [{"t0": 2, "weight_decay": 0.1}, {"foreach": True}],
+    "ASGD": [{"t0": 2, "weight_decay": 0.1, "foreach": True}],
     "Adafactor": [{"weight_decay": 0.1}],
     "Muon": [{"weight_decay": 0.1, "nesterov": False}],
 }

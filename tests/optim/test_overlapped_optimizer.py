@@ -91,17 +91,13 @@ class _NeedsALateWeight(nn.Module):
 
 def _updated_too_early(rank: int, world_size: int) -> None:
     for implementation in ({"foreach": True}, {"fused": True}):
-        _check_too_early(implementation)
-
-
-def _check_too_early(implementation: dict[str, bool]) -> None:
-    ddp = wrap(_NeedsALateWeight())
-    optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), **implementation))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
-    ddp(torch.ones(4, 16)).sum().backward()  # One bucket, updated when all is done.
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        ddp(torch.ones(4, 16)).sum().backward()
+        ddp = wrap(_NeedsALateWeight())
+        optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), **implementation))
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+        ddp(torch.ones(4, 16)).sum().backward()  # One bucket, updated when all is done.
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            ddp(torch.ones(4, 16)).sum().backward()
 
 
 def test_an_updated_weight_that_backward_still_needs_is_autograds_error() -> None:

@@ -23,34 +23,30 @@ def _model() -> tuple[Any, nn.Linear]:
     return wrap(model, **MLP.ddp_options()), nn.Linear(16, 16)
 
 
-def _outside(rank: int, world_size: int, deferred: bool) -> None:
-    (reference, their_head), (ddp, head) = _model(), _model()
-    plain = SGD([*reference.parameters(), *their_head.parameters()])
-    optimizer = OverlappedOptimizer(SGD([*ddp.parameters(), *head.parameters()]))
-    chain(AllReduce(), Step(optimizer, deferred=deferred)).register(ddp)
-    for step in range(6):
-        for model, outer in ((reference, their_head), (ddp, head)):
-            batch = MLP.batch(step, 0)  # The same on every rank, so that what DDP does not average is equal.
-            if step == 3:  # Without the model.
-                outer(batch.inputs[0]).square().mean().backward()
-                continue
-            hidden = model(*batch.inputs)
-            out = outer(hidden) * model.module.ignored
-            out.square().mean().backward()
-        optimizer.step()
-        plain.step()
-        plain.zero_grad()
-    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what="the model")
-    assert_parity(head.state_dict(), their_head.state_dict(), what="outside")
-
-
-def _each_outside(rank: int, world_size: int) -> None:
+def _outside(rank: int, world_size: int) -> None:
     for deferred in (False, True):
-        _outside(rank, world_size, deferred)
+        (reference, their_head), (ddp, head) = _model(), _model()
+        plain = SGD([*reference.parameters(), *their_head.parameters()])
+        optimizer = OverlappedOptimizer(SGD([*ddp.parameters(), *head.parameters()]))
+        chain(AllReduce(), Step(optimizer, deferred=deferred)).register(ddp)
+        for step in range(6):
+            for model, outer in ((reference, their_head), (ddp, head)):
+                batch = MLP.batch(step, 0)  # The same on every rank, so that what DDP does not average is equal.
+                if step == 3:  # Without the model.
+                    outer(batch.inputs[0]).square().mean().backward()
+                    continue
+                hidden = model(*batch.inputs)
+                out = outer(hidden) * model.module.ignored
+                out.square().mean().backward()
+            optimizer.step()
+            plain.step()
+            plain.zero_grad()
+        assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what="the model")
+        assert_parity(head.state_dict(), their_head.state_dict(), what="outside")
 
 
 def test_what_step_applies_outside_of_the_model_is_cleared_by_it() -> None:
-    run_ranks(_each_outside, 2)
+    run_ranks(_outside, 2)
 
 
 def _under_join(rank: int, form: str, *, discards: bool = False) -> None:

@@ -24,31 +24,8 @@ def test_parameters_that_change_groups_take_the_new_groups_hyperparameters() -> 
     assert (first.item(), second.item()) == (-0.5, -1.0)
 
 
-class _Forgets(torch.optim.SGD):
-    """Notes something within a step, which is gone after it."""
-
-    notes: list[str]
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.notes.append("began")
-        super().step()
-        del self.notes
-
-
-def test_an_attribute_that_a_step_changes_and_deletes_is_no_error() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = _Forgets([parameter], lr=1.0)
-    optimizer.notes = []
-    SubsetStepper(optimizer).step([parameter], [torch.ones(1)])
-    assert parameter.item() == -1
-
-
-def _pair() -> tuple[nn.Parameter, nn.Parameter]:
-    return nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-
-
 def test_a_group_of_which_nothing_is_stepped_counts_with_the_others() -> None:
-    first, second = _pair()
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = Counting([{"params": [first]}, {"params": [second]}])
     second.grad = torch.ones(2)
     stepper = SubsetStepper(optimizer)
