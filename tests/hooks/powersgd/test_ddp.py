@@ -59,28 +59,6 @@ def _many_buckets(rank: int) -> None:
         )  # fmt: skip
 
 
-def _stepped(ddp: DistributedDataParallel) -> Any:
-    optimizer = OverlappedOptimizer(_optimizer(ddp))
-    chain(as_stage(powerSGD_hook, PowerSGDState(None, 2, 0, 1)), Step(optimizer, deferred=True)).register(ddp)
-    return optimizer
-
-
-WAYS: dict[str, Callable[[DistributedDataParallel], Any]] = {
-    "in a chain": _stepped,
-    "with DDP itself": lambda ddp: ddp.register_comm_hook(PowerSGDState(None, 2, 0, 1), powerSGD_hook),
-    "on a group": lambda ddp: register(ddp, powerSGD_hook, PowerSGDState(dist.group.WORLD, 2, 0, 1)) and None,
-}
-
-
-def _every_way_is_the_same(rank: int) -> None:
-    reference = _run(MLP, rank, lambda ddp: register(ddp, PowerSGD(rank=2, min_compression_rate=1)))
-    for name, attach in WAYS.items():
-        for found, wanted in zip(_run(MLP, rank, attach), reference, strict=True):
-            what = f"{name}, step {found.step}"
-            assert_parity(found.parameters, wanted.parameters, what=what)
-            assert_parity(found.optimizer, wanted.optimizer, what=what)
-
-
 def _play(rank: int, world_size: int) -> None:
     _many_buckets(rank)
     _every_way_is_the_same(rank)
