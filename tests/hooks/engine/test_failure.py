@@ -62,14 +62,14 @@ def _hangs(rank: int, world_size: int) -> None:
     for step in range(2):
         backward(ddp, step, rank)
     if rank == 1:
-        time.sleep(5)  # Longer than the group's timeout of 4 s.
+        time.sleep(3)  # Longer than the group's timeout of 2 s.
         return
     with pytest.raises(CollectiveError, match="no rank has reported an error"):
         backward(ddp, 2, rank)
 
 
 def test_a_rank_that_does_not_come_is_an_error_when_the_groups_timeout_is_over() -> None:
-    run_ranks(_hangs, 2, group_timeout_s=4)
+    run_ranks(_hangs, 2, group_timeout_s=2)
 
 
 def _does_not_come(rank: int, world_size: int) -> None:

@@ -53,13 +53,13 @@ def gradients(
     return [[one(shape) for shape in shapes] for _ in range(ranks)]
 
 
-def check_step(world: World, local: list[list[Tensor]], tolerance: float, **options: Any) -> list[Tensor]:
+def check_step(world: World, local: list[list[Tensor]], tolerance: float) -> list[Tensor]:
     """One step that keeps the invariant: gradients and residuals before equal outputs and residuals after."""
     before = residuals(world)
     # Of each rank by itself: residuals may cancel in their sum, but their rounding errors do not.
     places = range(len(world.shapes))
     kept = [[residual_size(stage, world, place) for place in places] for stage in world.stages]
-    outputs = world.step(local, **options)
+    outputs = world.step(local)
     after = residuals(world)
     for place in places:
         total = sum(local[rank][place].cpu().double() for rank in range(len(local)))

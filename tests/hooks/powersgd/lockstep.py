@@ -104,13 +104,12 @@ class World:
         *,
         names: bool = True,
         divisor: int = 0,
-        device: torch.device = CPU,
     ) -> None:
         self.stages = list(stages)
         ranks = len(self.stages)
         self.divisor = divisor or ranks
         self.groups = [FakeGroup(rank, ranks) for rank in range(ranks)]
-        self.parameters = [torch.zeros(*shape, device=device) for shape in shapes]
+        self.parameters = [torch.zeros(*shape) for shape in shapes]
         self.names = tuple(f"p{place}" for place in range(len(shapes))) if names else None
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.steps = 0
@@ -120,17 +119,17 @@ class World:
         """Bytes that rank 0 sent by each collective of the last step."""
         for stage, group in zip(self.stages, self.groups, strict=True):
             named = None if self.names is None else dict(zip(self.parameters, self.names, strict=True))
-            site = StageContext(group=group, device=device, names=named, finds_unused=False)  # type: ignore[arg-type]
+            site = StageContext(group=group, device=CPU, names=named, finds_unused=False)  # type: ignore[arg-type]
             for each in walk(stage):
                 each.attach(site)
 
-    def step(self, gradients: Sequence[Sequence[Tensor]], *, replays: Sequence[int] = ()) -> list[list[Tensor]]:
+    def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Reduces one bucket of `gradients[rank][place]`; returns what each rank got, in the same order."""
-        buckets = [self._bucket(rank, gradients[rank], is_replay=rank in replays) for rank in range(len(self.stages))]
+        buckets = [self._bucket(rank, gradients[rank]) for rank in range(len(self.stages))]
         self.sent_numel, self.sent_bytes = [], []
-        for rank, stage in enumerate(self.stages):
+        for stage in self.stages:
             for each in walk(stage):
-                each.before_backward(is_replay=rank in replays)
+                each.before_backward(is_replay=False)
         coroutines: list[Any] = [stage(bucket) for stage, bucket in zip(self.stages, buckets, strict=True)]
         try:
             self._drive(coroutines)
@@ -158,7 +157,7 @@ class World:
             collective.compute()
             pending = [next_operation(coroutine) for coroutine in coroutines]
 
-    def _bucket(self, rank: int, gradients: Sequence[Tensor], *, is_replay: bool) -> Bucket:
+    def _bucket(self, rank: int, gradients: Sequence[Tensor]) -> Bucket:
         views, offset = [], 0
         for gradient in gradients:
             views.append((gradient.size(), gradient.stride(), offset))
@@ -171,7 +170,7 @@ class World:
             group=self.groups[rank],  # type: ignore[arg-type]
             divisor=self.divisor,
             step=self.steps,
-            is_replay=is_replay,
+            is_replay=False,
             fqns=self.names,
             views=tuple(views),
         )

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-import overlap
-from overlap import ConfigurationError, PowerSGD, PowerSGDState, RegistrationError, powerSGD_hook
+from overlap import ConfigurationError, PowerSGD, RegistrationError
 
 from .lockstep import World
 
@@ -31,11 +30,6 @@ def test_options_out_of_range_are_named(options: dict[str, Any], names_it: str) 
 def test_repr_has_the_options_that_are_not_defaults() -> None:
     assert repr(PowerSGD(rank=4)) == "PowerSGD(rank=4)"
     assert repr(PowerSGD(rank=1, alternate=True, start_step=3)) == "PowerSGD(rank=1, start_step=3, alternate=True)"
-
-
-def test_powersgdstate_has_pytorchs_defaults() -> None:
-    stage = overlap.as_stage(powerSGD_hook, PowerSGDState(None))
-    assert repr(stage) == "PowerSGD(rank=1, start_step=1000)"
 
 
 def test_one_memory_serves_one_model() -> None:
