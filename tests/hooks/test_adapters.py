@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import overlap
-from harness import assert_parity, run_ranks
-from overlap import AllReduce, ConfigurationError, as_hook, as_stage, chain
+from harness import assert_parity, run_ranks, train, wrap
+from harness.models import MLP
+from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, as_hook, as_stage, chain
 
-from .runs import Attach, plain, run, to_ddp
+from .runs import SGD, Attach, plain, run, to_ddp
 
 
 class _CallableHook:
@@ -58,6 +59,25 @@ def _taken(rank: int, world_size: int) -> None:
 
 def test_any_callable_of_two_arguments_is_taken_as_a_hook_and_one_of_a_bucket_as_a_stage() -> None:
     run_ranks(_taken, 2)
+
+
+def _foreign_hook_then_step(rank: int, world_size: int) -> None:
+    def state() -> Any:
+        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+    options = {"bucket_cap_mb": 25}  # PyTorch's PowerSGD works with one bucket.
+    batches = MLP.batches(rank, steps=6)
+    ddp = wrap(MLP.model(), **options)
+    ddp.register_comm_hook(state(), powerSGD_hook.powerSGD_hook)
+    reference = train(ddp, SGD(ddp.parameters()), batches, min_buckets=1)
+    ddp = wrap(MLP.model(), **options)
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(as_stage(powerSGD_hook.powerSGD_hook, state()), Step(optimizer)).register(ddp)
+    assert_parity(train(ddp, optimizer, batches, min_buckets=1), reference, what="PyTorch's PowerSGD, then Step")
+
+
+def test_a_foreign_hook_chains_with_an_update() -> None:
+    run_ranks(_foreign_hook_then_step, 2)
 
 
 def test_a_hook_of_three_arguments_is_refused() -> None:

@@ -6,13 +6,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 import overlap
 from overlap import PowerSGDState
+from overlap.hooks.powersgd.algorithm import random_directions
 
-from .by_hand import ByHand
 from .checks import check_step, gradients
 from .lockstep import World
 
@@ -45,10 +43,6 @@ def test_residuals_of_parameters_go_with_them_into_other_buckets() -> None:
     assert set(state.error_dict) == {"p0", "p1", "p2"}
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
 def test_outputs_are_those_of_the_papers_algorithm_on_the_square() -> None:
     """PyTorch's own batched hook raises in 2.13, so the reference is the paper's algorithm."""
     shapes = [(5, 7), (9,), (4, 2, 3)]
@@ -57,12 +51,20 @@ def test_outputs_are_those_of_the_papers_algorithm_on_the_square() -> None:
     assert (side - 1) ** 2 < numel <= side**2
     states = [PowerSGDState(None, 2, 0) for _ in range(2)]
     world = World([overlap.batched_powerSGD_hook.stage(state) for state in states], shapes)
-    by_hand = ByHand(2, (side, side), 2)
-    for step in range(6):
-        local = gradients(step, 2, shapes, torch.float32)
-        squares = [pad(_flat(own), (0, side * side - numel)).view(side, side) for own in local]
-        wanted = by_hand.step(squares).flatten()[:numel]
-        torch.testing.assert_close(_flat(world.step(local)[0]), wanted, rtol=1e-4, atol=1e-4)
-        for residual in by_hand.residuals:
-            residual.view(-1)[numel:] = 0
+    right = random_directions(2, side, seed=0, step=None, dtype=torch.float64, device=torch.device("cpu")).T
+    residuals = torch.zeros(2, side * side, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        local = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(2)]
+        outputs = world.step(local)
+        for own_rank in range(2):
+            residuals[own_rank, :numel] += torch.cat([gradient.flatten() for gradient in local[own_rank]])
+        matrices = residuals.view(2, side, side)
+        left = torch.linalg.qr(matrices.mean(0) @ right)[0]
+        right = matrices.mean(0).T @ left
+        output = (left @ right.T).flatten()
+        residuals = residuals - output  # Of the mean, as PyTorch keeps it: another split of the same sum.
+        found = torch.cat([gradient.flatten() for gradient in outputs[0]])
+        torch.testing.assert_close(found, output[:numel], rtol=1e-9, atol=1e-9)
+        residuals[:, numel:] = 0
     assert states[0].iter == 6 and states[0].compression_stats()[1:] == (6 * numel, 6 * 2 * 2 * side)
