@@ -50,9 +50,9 @@ def _step(ddp: Any, norm_type: float, **options: Any) -> Any:
     return optimizer
 
 
-def _zero(ddp: Any, norm_type: float, *, reducer: bool = True, in_chain: bool = True, **options: Any) -> Any:
+def _zero(ddp: Any, norm_type: float, *, in_chain: bool = True, **options: Any) -> Any:
     zero = ZeroRedundancyOptimizer(_groups(ddp), torch.optim.SGD, **SGD)
-    before = [*[AllReduce()] * reducer, *[ClipGradNorm(C, norm_type)] * in_chain]
+    before = [AllReduce(), *[ClipGradNorm(C, norm_type)] * in_chain]
     chain(*before, ZeroStep(zero, **options)).register(ddp)
     return None if options.get("automatic") else zero
 
