@@ -12,6 +12,7 @@ from .corpus import loop, refused
 from .declared import EVERY_BACKWARD, NOT_DISCARDED, READ, SECOND_BACKWARD
 from .forms import INTERLEAVED, STAGED
 from .models import ADAMW
+from .plain import applied, trained
 from .run import Run
 
 ONCE = [
@@ -98,19 +99,14 @@ def two_backwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 def two_forwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y) + mse_loss(ddp(-x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y) + mse_loss(ddp(-x), y))
         yield loss
 
 
 @loop("two step() for one backward", ONCE, optimizer=ADAMW)
 def steps_twice(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = trained(ddp, optimizer, x, y)
         optimizer.step()
         yield loss
 

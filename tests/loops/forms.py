@@ -50,10 +50,11 @@ class Form:
     otherwise."""
 
 
-def _replicated(**options: Any) -> Callable[[Run, Any, Any], Any]:
+def _replicated(*, clips: bool = False, **options: Any) -> Callable[[Run, Any, Any], Any]:
     def build(run: Run, ddp: Any, params: Any) -> Any:
         optimizer = OverlappedOptimizer(run.plain_optimizer(params))
-        run.keep(chain(AllReduce(), Step(optimizer, **options)).register(ddp))
+        clip = [ClipGradNorm(CLIPS_AT)] if clips else []
+        run.keep(chain(AllReduce(), *clip, Step(optimizer, **options)).register(ddp))
         return optimizer
 
     return build
@@ -119,12 +120,6 @@ def _local(run: Run, ddp: Any, params: Any) -> Any:
 
 def _local_state(local: Any) -> Any:
     return {key: value for key, value in local.state_dict().items() if key != "local_sgd"}
-
-
-def _clipped_in_chain(run: Run, ddp: Any, params: Any) -> Any:
-    optimizer = OverlappedOptimizer(run.plain_optimizer(params))
-    run.keep(chain(AllReduce(), ClipGradNorm(CLIPS_AT), Step(optimizer)).register(ddp))
-    return optimizer
 
 
 def _sharded_clipped(run: Run, ddp: Any, params: Any) -> Any:
@@ -208,7 +203,7 @@ FORMS: tuple[Form, ...] = (
     Form(
         name="clipped",
         made="`AllReduce(), ClipGradNorm(c), Step(OverlappedOptimizer(o))`",
-        build=_clipped_in_chain,
+        build=_replicated(clips=True),
         topics=_CLIPPING,
     ),
     Form(
@@ -239,10 +234,6 @@ CLIPS_ITSELF = ("clipped", "zero clipped")
 """The library clips, and the loop does not."""
 IN_BACKWARD = (*STEPPED, *AUTOMATIC)
 """The update is made in backward."""
-RELEASED = ("released", "zero released")
-"""After backward there are no gradients."""
-DEFERRED = ("deferred", "zero deferred", "zero alone", "local")
-"""The update is made in ``step()``."""
 SHARDED = tuple(name for name in ALL if name.startswith("zero"))
 STAGED = tuple(name for name in SHARDED if name != "zero alone")
 """A ``ZeroStep`` makes the sharded update."""

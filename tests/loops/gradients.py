@@ -21,10 +21,6 @@ def _clip(max_norm: float, **options: Any) -> Touch:
     return lambda run, ddp, optimizer: clip_grad_norm_(ddp.parameters(), max_norm, **options)
 
 
-def _clip_quietly(run: Run, ddp: Any, optimizer: Any) -> None:
-    clip_grad_norm_(ddp.parameters(), 1e6)
-
-
 def _scale_data(run: Run, ddp: Any, optimizer: Any) -> None:
     for parameter in ddp.parameters():
         parameter.grad.data.mul_(0.5)
@@ -84,7 +80,7 @@ _VIEWS = {"gradient_as_bucket_view": True}
 _add("clip_grad_norm_ that binds", _clip(0.05), EDITED)
 _add("clip_grad_norm_ with the largest element", _clip(0.05, norm_type=float("inf")), EDITED, optimizer=ADAMW)
 _add("clip_grad_norm_(inf), to log the norm", _clip(float("inf")), EDITED)
-_add("clip_grad_norm_ that does not bind", _clip_quietly, EDITED, optimizer=ADAMW)
+_add("clip_grad_norm_ that does not bind", _clip(1e6), EDITED, optimizer=ADAMW)
 _add("a clip by hand", lambda run, ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05), EDITED)
 _add("clip_grad_value_", lambda run, ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01), EDITED)
 _add("p.grad.data.mul_()", _scale_data, EDITED)

@@ -13,6 +13,7 @@ from overlap import Join
 
 from .corpus import loop
 from .models import ADAMW
+from .plain import trained
 from .run import Run
 
 
@@ -26,10 +27,7 @@ def joined(join: Any, *, is_even: bool) -> Any:
                 if not is_even and run.rank == 0 and place >= 2:
                     run.compare_models_only()  # Plain, this rank's optimizer stops here.
                     break
-                optimizer.zero_grad()
-                loss = mse_loss(ddp(x), y)
-                loss.backward()
-                optimizer.step()
+                loss = trained(ddp, optimizer, x, y)
         yield loss
 
     return body

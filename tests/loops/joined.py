@@ -17,6 +17,7 @@ from overlap import Join
 
 from .corpus import loop
 from .models import ADAMW, mlp
+from .plain import applied, trained
 from .run import Run
 
 _SHORT, _LONG = 2, 4
@@ -26,11 +27,7 @@ Step = Callable[[Any, Any, int, Any, Any], Any]
 
 
 def _usual(ddp: Any, optimizer: Any, place: int, x: Any, y: Any) -> Any:
-    optimizer.zero_grad()
-    loss = mse_loss(ddp(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
+    return trained(ddp, optimizer, x, y)
 
 
 def uneven(step: Step = _usual, *, schedule: Any = None, iterates: bool = False, **options: Any) -> Any:
@@ -97,10 +94,7 @@ def _of_two_forwards(ddp: Any, optimizer: Any, place: int, x: Any, y: Any) -> An
     optimizer.zero_grad()
     with ddp.no_sync():
         mse_loss(ddp(-x), y).backward()
-    loss = mse_loss(ddp(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
+    return applied(optimizer, mse_loss(ddp(x), y))
 
 
 _UNEVEN: dict[str, Any] = {"optimizer": ADAMW, "steps": _LONG}
@@ -143,9 +137,7 @@ def epochs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
             for x, y in epoch[: _SHORT if run.rank == 1 else None]:
                 if clears:
                     optimizer.zero_grad()
-                loss = mse_loss(ddp(x), y)
-                loss.backward()
-                optimizer.step()
+                loss = applied(optimizer, mse_loss(ddp(x), y))
     if run.rank == 1:
         run.compare_models_only()
     yield loss.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.functional import mse_loss
 from .corpus import limit, loop, refused, variant
 from .declared import ADDED_TO, NOT_DISCARDED
 from .models import mlp
-from .plain import touched
+from .plain import applied, touched, trained
 from .run import Run
 
 _ADAM = partial(optim.Adam, lr=0.01, betas=(0.5, 0.9))
@@ -51,10 +52,7 @@ def gan(*, says_so: bool) -> Any:
             criticizes.step()
             generates.zero_grad()
             loss_g = -critic(generator(x)).mean()
-            if says_so:
-                with run.skip(criticizes):
-                    loss_g.backward()
-            else:
+            with run.skip(criticizes) if says_so else nullcontext():
                 loss_g.backward()
             generates.step()
             yield loss_d, loss_g
@@ -72,9 +70,7 @@ def actor_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
         values.zero_grad()
-        loss = mse_loss(ddp(x), y) + mse_loss(critic(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y) + mse_loss(critic(x), y))
         values.step()
         yield loss
 
@@ -95,31 +91,23 @@ def actor_through_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss_v, loss_a
 
 
-@loop("adversarial examples: a backward for the inputs' gradient", DISCARDED_LATER)
-def adversarial(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        x.requires_grad_()
-        mse_loss(ddp(x), y).backward()
-        attacked = (x + 0.1 * x.grad.sign()).detach()
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(attacked), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def adversarial(*, says_so: bool) -> Any:
+    """A first backward is for the gradient of the inputs alone."""
+
+    def body(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+        for x, y in run.batches():
+            x.requires_grad_()
+            with run.skip(optimizer) if says_so else nullcontext():
+                mse_loss(ddp(x), y).backward()
+            attacked = (x + 0.1 * x.grad.sign()).detach()
+            loss = trained(ddp, optimizer, attacked, y)
+            yield loss
+
+    return body
 
 
-@loop("adversarial examples, with skip_update()", NO_SKIP, FOLLOWED)
-def adversarial_skipped(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        x.requires_grad_()
-        with run.skip(optimizer):
-            mse_loss(ddp(x), y).backward()
-        attacked = (x + 0.1 * x.grad.sign()).detach()
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(attacked), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+loop("adversarial examples: a backward for the inputs' gradient", DISCARDED_LATER)(adversarial(says_so=False))
+loop("adversarial examples, with skip_update()", NO_SKIP, FOLLOWED)(adversarial(says_so=True))
 
 
 @loop("gradient penalty: double backward through the inputs")
@@ -129,9 +117,7 @@ def gradient_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         optimizer.zero_grad()
         out = ddp(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = mse_loss(out, y) + 0.1 * slope.square().mean()
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(out, y) + 0.1 * slope.square().mean())
         yield loss
 
 
@@ -144,9 +130,7 @@ def look_ahead(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         ahead = {name: value.detach() - 0.1 * slope for (name, value), slope in zip(named.items(), slopes, strict=True)}
         with torch.no_grad():
             seen = torch.func.functional_call(ddp.module, ahead, (x,))
-        loss = mse_loss(ddp(x), y + 0.1 * seen)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y + 0.1 * seen))
         yield loss
 
 

@@ -19,7 +19,7 @@ from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
 from .forms import ALL, IN_BACKWARD, INTERLEAVED, STAGED
 from .models import ADAMW, batch_norm, convolutional, dropout, images, mlp, tokens
-from .plain import usual
+from .plain import applied, usual
 from .run import Run
 
 
@@ -37,25 +37,16 @@ class Tied(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.lstm, self.head = (
-            nn.Embedding(32, 16),
-            nn.LSTM(16, 16, batch_first=True),
-            nn.Linear(16, 16),
-        )
+        self.embedding, self.lstm = nn.Embedding(32, 16), nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(self.embedding(x))[0])
 
 
-class Transformer(nn.Module):
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
-        self.head = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.embedding(x)))
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.Sequential(nn.Embedding(32, 16), layer, nn.Linear(16, 16))
 
 
 class Checkpointed(nn.Module):
@@ -100,13 +91,8 @@ class Transposed(nn.Module):
         return self.last(self.first(x).tanh() @ self.weight)
 
 
-class SparseEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(32, 16, sparse=True), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x))
+def _sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(32, 16, sparse=True), nn.Linear(16, 16))
 
 
 class WithScalars(nn.Module):
@@ -209,11 +195,11 @@ variant(usual, "channels_last, SGD", model=_channels_last, inputs=images)
 variant(usual, "a weight that lies transposed in memory", model=Transposed, optimizer=ADAMW)
 variant(usual, "tied weights", model=Tied, inputs=tokens)
 variant(usual, "LSTM", model=Recurrent, inputs=tokens)
-variant(usual, "attention with dropout", model=Transformer, inputs=tokens, optimizer=ADAMW)
+variant(usual, "attention with dropout", model=_transformer, inputs=tokens, optimizer=ADAMW)
 variant(usual, "BatchNorm, buffers broadcast", model=batch_norm)
 variant(usual, "frozen layers", model=_frozen, optimizer=ADAMW)
 variant(usual, "scalar, one-element and empty parameters", model=WithScalars, optimizer=ADAMW)
-variant(usual, "a sparse embedding", SPARSE, model=SparseEmbedding, inputs=tokens, optimizer=partial(optim.SGD, lr=0.1))
+variant(usual, "a sparse embedding", SPARSE, model=_sparse, inputs=tokens, optimizer=partial(optim.SGD, lr=0.1))
 variant(usual, "checkpointing with dropout", model=lambda: Checkpointed(use_reentrant=False))
 variant(
     usual,
@@ -250,9 +236,7 @@ variant(
 def now_and_then_from_zeros(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         ddp.zero_grad(set_to_none=False)
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y))
         yield loss
 
 
@@ -272,9 +256,7 @@ def contrastive(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         optimizer.zero_grad()
         own, other = (normalize(ddp(each), dim=1) for each in (x, x.flip(1)))
         gathered = torch.cat(Gathered.apply(other))
-        loss = cross_entropy(own @ gathered.T / 0.1, torch.arange(len(x)) + run.rank * len(x))
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, cross_entropy(own @ gathered.T / 0.1, torch.arange(len(x)) + run.rank * len(x)))
         yield loss
 
 

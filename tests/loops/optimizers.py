@@ -28,7 +28,7 @@ from harness.third_party import (
 from .corpus import limit, loop, refused, variant
 from .declared import NOT_DISCARDED, undeclared
 from .forms import ALL, AUTOMATIC, IN_BACKWARD, INTERLEAVED, STAGED, ZERO_INTERLEAVED
-from .plain import usual
+from .plain import closure, usual
 from .run import Run
 
 
@@ -135,26 +135,8 @@ def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop(
-    "LBFGS",
-    refused(ALL, "LBFGS "),
-    optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2),
-)
-def lbfgs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-
-        def evaluate(x: Any = x, y: Any = y) -> Any:
-            optimizer.zero_grad()
-            loss = mse_loss(ddp(x), y)
-            loss.backward()
-            return loss
-
-        yield optimizer.step(evaluate)
-
-
-@loop("a step post-hook that clamps weights", prepare=_clamped)
-def step_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    yield from usual(ddp, optimizer, run)
+variant(closure, "LBFGS", refused(ALL, "LBFGS "), optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2))
+variant(usual, "a step post-hook that clamps weights", prepare=_clamped)
 
 
 @loop("a step pre-hook that clips", CLIPS)

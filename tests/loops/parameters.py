@@ -15,7 +15,7 @@ from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
 from .forms import AUTOMATIC, STAGED
 from .models import ADAMW, decay_groups, mlp
-from .plain import touched, usual
+from .plain import applied, touched, trained, usual, zero_grad_of_model
 from .run import Run
 
 
@@ -120,21 +120,12 @@ def second_optimizer(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
         other.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y))
         other.step()
         yield loss
 
 
-@loop("an optimizer of a part of the model, the rest not trained", groups=_some)
-def partial_optimizer(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        ddp.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+variant(zero_grad_of_model, "an optimizer of a part of the model, the rest not trained", groups=_some)
 
 
 @loop("parameters that DDP ignores", IGNORED, model=_with_ignored)
@@ -156,9 +147,7 @@ def added(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         if place == 2:
             optimizer.add_param_group({"params": list(ddp.parameters())[:4], "lr": 0.05})
         ddp.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y))
         yield loss
 
 
@@ -188,10 +177,7 @@ def unfrozen_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
             ddp.module[0].requires_grad_(True)
             ddp = run.rewrap(ddp)
             optimizer = run.optimizer(ddp)
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = trained(ddp, optimizer, x, y)
         yield loss
 
 
@@ -201,10 +187,7 @@ def made_anew(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         if place == 2:
             run.release()
             optimizer = run.optimizer(ddp)
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = trained(ddp, optimizer, x, y)
         yield loss
 
 
@@ -215,7 +198,5 @@ def two_models(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         optimizer.add_param_group({"params": [parameter]})
     for x, y in run.batches():
         optimizer.zero_grad()
-        loss = mse_loss(ddp(x) + other(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x) + other(x), y))
         yield loss

@@ -15,6 +15,18 @@ from .run import Run
 Touch = Callable[[Run, Any, Any], Any]
 
 
+def applied(optimizer: Any, loss: Any) -> Any:
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def trained(ddp: Any, optimizer: Any, x: Any, y: Any) -> Any:
+    """One step of :func:`usual`, in loops that are about something else."""
+    optimizer.zero_grad()
+    return applied(optimizer, mse_loss(ddp(x), y))
+
+
 @loop("the usual loop")
 def usual(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():

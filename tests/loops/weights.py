@@ -5,54 +5,36 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from .corpus import limit, loop, variant
 from .forms import IN_BACKWARD
 from .models import batch_norm, mlp
-from .plain import touched, usual
+from .plain import touched, trained, usual
 from .run import Run
 
 ALREADY_NEW = limit(IN_BACKWARD, "after backward they are the new ones already")
 
 
-def _old_weight_norm() -> nn.Module:
-    model = mlp()
-    with warnings.catch_warnings(action="ignore"):
-        for place in (0, 2):
-            nn.utils.weight_norm(model[place])
-    return model
+def _with(change: Any) -> Any:
+    """A model whose first two layers ``change`` was called with."""
 
-
-def _old_spectral_norm() -> nn.Module:
-    model = mlp()
-    for place in (0, 2):
-        nn.utils.spectral_norm(model[place])
-    return model
-
-
-def _parametrized(parametrize: Any) -> Any:
     def build() -> nn.Module:
         model = mlp()
-        for place in (0, 2):
-            parametrize(model[place])
+        with warnings.catch_warnings(action="ignore"):  # Of the old styles.
+            for place in (0, 2):
+                change(model[place])
         return model
 
     return build
-
-
-def _pruned() -> nn.Module:
-    model = mlp()
-    for place in (0, 2):
-        prune.l1_unstructured(model[place], "weight", amount=0.3)
-    return model
 
 
 class Hooked(nn.Sequential):
@@ -63,10 +45,10 @@ class Hooked(nn.Sequential):
         self[2].register_forward_pre_hook(lambda module, args: (args[0] * (1 + module.weight.mean()),))
 
 
-variant(usual, "weight_norm, old style", model=_old_weight_norm)
-variant(usual, "spectral_norm, old style", model=_old_spectral_norm)
-variant(usual, "weight_norm, parametrization", model=_parametrized(parametrizations.weight_norm))
-variant(usual, "pruning before DDP", model=_pruned)
+variant(usual, "weight_norm, old style", model=_with(nn.utils.weight_norm))
+variant(usual, "spectral_norm, old style", model=_with(nn.utils.spectral_norm))
+variant(usual, "weight_norm, parametrization", model=_with(parametrizations.weight_norm))
+variant(usual, "pruning before DDP", model=_with(partial(prune.l1_unstructured, name="weight", amount=0.3)))
 variant(usual, "a forward pre-hook that reads weights", model=Hooked)
 
 
@@ -111,10 +93,7 @@ def ema_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 def ema_of_model(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     average = copy.deepcopy(ddp.module).eval()
     for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = trained(ddp, optimizer, x, y)
         run.settle(optimizer)
         with torch.no_grad():
             for mean, value in zip(average.state_dict().values(), ddp.module.state_dict().values(), strict=True):
@@ -167,10 +146,7 @@ def vectors(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 @loop("a deep copy of the model for evaluation", model=batch_norm)
 def copies(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = trained(ddp, optimizer, x, y)
         run.settle(optimizer)
         copied = copy.deepcopy(ddp.module).eval()
         with torch.no_grad():
