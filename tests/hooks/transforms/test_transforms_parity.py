@@ -17,14 +17,8 @@ from overlap.hooks.transforms.clip import Clipping
 from . import by_hand
 from .by_hand import TRANSFORMS, after_reducer, before_reducer, reference, with_step, with_zero
 
-FORMS = ("interleaved", "deferred", "automatic", "automatic, deferred")
-ZERO_FORMS: tuple[dict[str, Any], ...] = (
-    {},
-    {"deferred": True},
-    {"gather": "forward"},
-    {"automatic": True},
-    {"automatic": True, "deferred": True},
-)
+FORMS = ("interleaved", "automatic, deferred")
+ZERO_FORMS: tuple[dict[str, Any], ...] = ({}, {"gather": "forward"}, {"automatic": True, "deferred": True})
 UNUSED_ARE_SUMMED = {
     "exact": False,
     "rtol": 1e-6,
@@ -59,8 +53,7 @@ def _on_the_mean(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
 def _on_own_gradients(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
     for name, (make, edit) in TRANSFORMS.items():
         by = reference(MLP, rank, local=edit())
-        for form in FORMS[:2] if name == "ClipGradNorm" else FORMS[:1]:
-            yield f"{name} on own gradients, {form}", with_step(MLP, rank, before_reducer(make), form), by, {}
+        yield f"{name} on own gradients", with_step(MLP, rank, before_reducer(make), FORMS[0]), by, {}
         # A hook is called on autograd's thread, also behind a transform that waits for the whole pass.
         build = lambda update, make=make: chain(make(), default_hooks.allreduce_hook, update)  # noqa: E731
         yield f"{name} before a hook", with_step(MLP, rank, build, "interleaved"), by, {}
@@ -88,7 +81,7 @@ def _on_new_parameters(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any
         def build(update: Stage, function: Callable[..., Any] = function) -> Any:
             return chain(AllReduce(), update, function)
 
-        for form in ("interleaved", "automatic, deferred"):
+        for form in FORMS:
             yield f"{function.__name__} after an update, {form}", with_step(MLP, rank, build, form), by, {}
         for partition, options in (("element", {}), ("parameter", {"automatic": True, "deferred": True})):
             found = with_zero(MLP, rank, build, options, partition=partition)
@@ -104,7 +97,7 @@ def _before_zero(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
             yield f"{name} before ZeroStep, {options}", found, by, {}
     by = _parameters(reference(MLP, rank, mean=by_hand.clip_norm))
     for partition in ("element", "parameter"):
-        for options in ZERO_FORMS[:3]:
+        for options in ZERO_FORMS[:2]:
             # It reduces by itself, so each rank has a part of the mean.
             build = lambda update: chain(ClipGradNorm(0.05), update)  # noqa: E731
             found = with_zero(MLP, rank, build, options, partition=partition)
