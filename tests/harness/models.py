@@ -102,13 +102,6 @@ def _batch_norm() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(_WIDTH, _WIDTH))
 
 
-def _frozen() -> nn.Sequential:
-    model = _mlp()
-    model[2].requires_grad_(False)
-    model[4].bias.requires_grad_(False)
-    return model
-
-
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +163,6 @@ class _Transformer(nn.Module):
 MLP = Case(name="mlp", build=_mlp, inputs=_features)
 BATCH_NORM = Case(name="batch_norm", build=_batch_norm, inputs=_features)
 TIED = Case(name="tied", build=_Tied, inputs=_features)
-FROZEN = Case(name="frozen", build=_frozen, inputs=_features)
 DTYPES = Case(name="dtypes", build=_Dtypes, inputs=_features)
 EMPTY = Case(name="empty", build=_Empty, inputs=_features)
 TRANSFORMER = Case(name="transformer", build=_Transformer, inputs=_tokens)
@@ -178,5 +170,3 @@ UNUSED = Case(name="unused", build=_Branch, inputs=_branch_never, find_unused_pa
 UNUSED_ON_SOME_RANKS = Case(
     name="unused_on_some_ranks", build=_Branch, inputs=_branch_in_turn, find_unused_parameters=True
 )
-
-CASES = (MLP, BATCH_NORM, TIED, FROZEN, DTYPES, EMPTY, TRANSFORMER, UNUSED, UNUSED_ON_SOME_RANKS)
