@@ -118,8 +118,8 @@ class _Rank(Exception):
     """Raised in a forked process, to leave the loop over ends."""
 
 
-def _start(name: str) -> list[int]:
-    """The processes of two ranks; raises `_Rank` in each of them."""
+def _run(name: str) -> tuple[int, ...]:
+    """The exit statuses of two ranks; raises `_Rank` in each of them."""
     # Not a file: without destroy_process_group() the end of a FileStore spins.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -130,7 +130,7 @@ def _start(name: str) -> list[int]:
         if pid == 0:
             raise _Rank(name, rank, address)
         pids.append(pid)
-    return pids
+    return tuple(map(_status, pids))
 
 
 def _status(pid: int) -> int:
@@ -146,15 +146,14 @@ def _status(pid: int) -> int:
 
 
 def _count(times: int, names: list[str]) -> bool:
-    counts: dict[str, collections.Counter[tuple[int, ...]]] = {name: collections.Counter() for name in names}
-    for _ in range(times):
-        for name, pids in [(name, _start(name)) for name in names]:
-            counts[name][tuple(map(_status, pids))] += 1
-    for name, of_name in counts.items():
+    is_clean = True
+    for name in names:
+        counts = collections.Counter(_run(name) for _ in range(times))
         expected = (ENDS[name][1],) * 2
-        others = {statuses: count for statuses, count in of_name.items() if statuses != expected}
-        print(f"{name}: {of_name[expected]} of {times}{f', else {others}' if others else ''}", flush=True)
-    return all(set(of_name) == {(ENDS[name][1],) * 2} for name, of_name in counts.items())
+        is_clean &= set(counts) == {expected}
+        others = {statuses: count for statuses, count in counts.items() if statuses != expected}
+        print(f"{name}: {counts[expected]} of {times}{f', else {others}' if others else ''}", flush=True)
+    return is_clean
 
 
 def _main() -> int:
