@@ -39,8 +39,11 @@ def overlapped_ddp(case: Case, make: Make, **step_options: Any) -> tuple[Any, Ov
 
 
 def registered(form: str, ddp: Any, make: Any = SGD, **options: Any) -> Any:
-    """What the loop holds, its stage registered. ``form`` is such as ``zero deferred``, ``automatic``, ``released``,
-    ``zero in forward``, ``zero by parameter`` or ``zero behind a reducer``; ``options`` are the stage's."""
+    """Registers the stage of ``form`` with ``options`` and returns the optimizer for the loop.
+
+    Examples of ``form``: ``zero deferred``, ``automatic``, ``released``, ``zero in forward``, ``zero by parameter``,
+    ``zero behind a reducer``.
+    """
     options = {"deferred": "deferred" in form, "release_gradients": "released" in form, **options}
     if form.startswith("zero"):
         partition = "parameter" if "by parameter" in form else None

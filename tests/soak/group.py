@@ -40,7 +40,7 @@ class Outcome:
 
 
 def play(plan: Plan, sent: signal.Signals | None = None) -> Outcome:
-    """Runs the group to its end. `sent` is what the victim's process gets a moment after its step has begun."""
+    """Runs the group to its end. `sent` is a signal for the victim's process, sent shortly after its step has begun."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     listener = socket.create_server(("127.0.0.1", 0))
     read, write = os.pipe()
