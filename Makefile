@@ -21,7 +21,10 @@ endif
 installed := $(VENV)/.installed
 docs_installed := $(VENV)/.installed-docs
 pip := $(bin)/python -m pip --disable-pip-version-check
-install := $(pip) install -qq --retries 10 --constraint constraints.txt
+install := $(pip) install -qq --no-compile --retries 10 --constraint constraints.txt
+# pip compiles on one core, which is half of the time that an installation takes; this takes all cores. Not every file
+# can be compiled: torch brings one for a newer Python.
+compile = $(@D)/bin/python -m compileall -q -j 0 $(@D)/lib >/dev/null || true
 
 with_frameworks := .venv-integrations
 
@@ -101,6 +104,7 @@ $(installed): pyproject.toml constraints.txt
 	$(install) --no-deps torchvision
 	$(install) hatchling editables
 	$(install) --no-build-isolation --editable '.[dev]'
+	$(compile)
 	@touch $@
 
 $(docs_installed): $(installed)
@@ -112,7 +116,7 @@ $(docs_installed): $(installed)
 # docs/reports/optimizers.md come without what they ask for: they need torch and numpy alone. So does torchft, after its
 # OpenTelemetry.
 $(with_frameworks)/.installed: pip := $(with_frameworks)/bin/python -m pip --disable-pip-version-check
-$(with_frameworks)/.installed: install = $(pip) install -qq --retries 10 --constraint constraints-integrations.txt
+$(with_frameworks)/.installed: install = $(pip) install -qq --no-compile --retries 10 --constraint constraints-integrations.txt
 $(with_frameworks)/.installed: pyproject.toml constraints-integrations.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: make PYTHON=... with Python 3.11 or newer"; exit 1; }
 	@echo "Installing into $(with_frameworks); this takes a minute or two, once."
@@ -125,4 +129,5 @@ $(with_frameworks)/.installed: pyproject.toml constraints-integrations.txt
 	    pytorch_optimizer pytorch-ranger schedulefree timm torch-optimizer
 	$(install) opentelemetry-exporter-otlp-proto-http opentelemetry-sdk opentelemetry-api scikit-learn
 	$(install) --no-deps torchft
+	$(compile)
 	@touch $@
