@@ -242,7 +242,7 @@ MUTANTS: dict[str, Mutant] = {
         "optim/zero/checkpoint.py",
         "= value[first - held[0] : last - held[0]]",
         "= value[: last - first]",
-        "resume/test_other_ranks.py -k 2_ranks_and_then",
+        "optim/zero/test_zero_saving.py -k resumes_exactly",
     ),
     # Local SGD.
     "averages are a step late": Mutant(

@@ -1,4 +1,7 @@
-"""What a state holds, which states are refused, and one file for all ranks."""
+"""What a state holds, which states are refused, and one file for all ranks.
+
+tests/compositions resumes every update, in new processes.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import overlap
-from harness import assert_parity, run_ranks, wrap
-from harness.models import MLP, mean_squared_error
+from harness import assert_parity, plain_step, run_ranks, wrap
+from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import (
     AllReduce,
     Cast,
@@ -33,13 +35,16 @@ from overlap import (
     TrainingLoopError,
     ZeroRedundancyOptimizer,
     ZeroStep,
+    as_stage,
+    batched_powerSGD_hook,
     chain,
     powerSGD_hook,
 )
+from overlap.hooks import PostLocal, PostLocalSGDState
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 # DDP keeps the buckets that it begins with, and so does what is rounded by bucket.
-KEPT = dataclasses.replace(MLP, find_unused_parameters=True)
+KEPT = dataclasses.replace(BATCH_NORM, find_unused_parameters=True)
 
 
 def _feedback() -> Quantize:
@@ -64,9 +69,14 @@ def _zero(rank: int, *, steps: int = 3, **options: Any) -> Any:
 
 def _train(rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
-        optimizer.zero_grad()
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-        optimizer.step()
+        plain_step(ddp, optimizer, MLP.batch(step, rank), mean_squared_error)
+
+
+def _through_a_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def _refused(rank: int, folder: Path) -> None:
@@ -139,11 +149,39 @@ def _snapshot(rank: int, folder: Path) -> None:
     assert_parity(overlap.state_dict(ddp, optimizer), end, what="gone back and trained again")
 
 
+REDUCERS: dict[str, Callable[[], Any]] = {
+    "Quantize, stochastic": lambda: Quantize(Int4(rounding="stochastic"), error_feedback=True),
+    "Cast, Quantize": lambda: Cast(torch.bfloat16, _feedback()),
+    "PowerSGD, alternating": lambda: PowerSGD(rank=2, min_compression_rate=1, alternate=True),
+    "PowerSGD, late and cold": lambda: PowerSGD(rank=2, start_step=2, warm_start=False, min_compression_rate=1),
+    "powerSGD_hook": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
+    "batched_powerSGD_hook": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
+    "PostLocal": lambda: PostLocal(PostLocalSGDState(None, None, 4), _feedback()),
+}
+
+
+def _resumes(rank: int, folder: Path) -> None:
+    for name, reducer in REDUCERS.items():
+        ddp, optimizer = _overlapped(rank, reducer=reducer())
+        state = _through_a_file(overlap.state_dict(ddp, optimizer))
+        other, its = _overlapped(rank, steps=0, reducer=reducer())
+        overlap.load_state_dict(other, its, state)
+        for one, its_own in ((ddp, optimizer), (other, its)):
+            _train(rank, one, its_own, range(3, 5))
+        assert_parity(overlap.state_dict(other, its), overlap.state_dict(ddp, optimizer), what=name)
+
+
 def _plain_optimizer(rank: int, folder: Path) -> None:
     ddp, optimizer = _overlapped(rank)
     state = overlap.state_dict(ddp, optimizer)
     with pytest.raises(ConfigurationError, match="group 0 has them in another order; make the same groups"):
         overlap.load_state_dict(*_overlapped(rank, steps=0, parameters=lambda found: list(found)[::-1]), state)
+    in_backward = wrap(KEPT.model(), **KEPT.ddp_options())
+    its = ADAMW(in_backward.parameters())
+    chain(_feedback(), Step(its)).register(in_backward)
+    overlap.load_state_dict(in_backward, its, copy.deepcopy(state))
+    for step in range(3, 6):
+        mean_squared_error(in_backward, MLP.batch(step, rank)).backward()
     plain = wrap(KEPT.model(), **KEPT.ddp_options())
     adamw = ADAMW(plain.parameters())
     overlap.register(plain, _feedback())
@@ -152,6 +190,7 @@ def _plain_optimizer(rank: int, folder: Path) -> None:
     for one, its_own in ((ddp, optimizer), (plain, adamw)):
         _train(rank, one, its_own, range(3, 6))
     assert_parity(plain.module.state_dict(), ddp.module.state_dict(), what="with a plain optimizer")
+    assert_parity(overlap.state_dict(in_backward, its), overlap.state_dict(ddp, optimizer), what="stepped in backward")
 
 
 class _Framework:
@@ -163,23 +202,18 @@ class _Framework:
 
 
 def _one_file(rank: int, folder: Path) -> None:
+    """tests/resume/test_other_ranks.py has distributed checkpoints."""
     ddp, zero = _zero(rank)
     file = folder / "custom_checkpoint_0.pkl"
     state = overlap.TrainState(ddp, _Framework(zero)).state_dict()  # type: ignore[arg-type]
     if rank == 0:
         torch.save(state, file)
-    dcp.save({"run": overlap.TrainState(ddp, zero)}, checkpoint_id=folder / "dcp")
     torch.distributed.barrier()
-    _train(rank, ddp, zero, range(3, 6))
-    end = overlap.state_dict(ddp, zero)
-    for how in ("torch.load", "distributed checkpoint"):
-        resumed, its = _zero(rank, steps=0)
-        if how == "torch.load":
-            overlap.TrainState(resumed, its).load_state_dict(torch.load(file, weights_only=True))
-        else:
-            dcp.load({"run": overlap.TrainState(resumed, its)}, checkpoint_id=folder / "dcp")
-        _train(rank, resumed, its, range(3, 6))
-        assert_parity(overlap.state_dict(resumed, its), end, what=f"one file for all ranks, by {how}")
+    resumed, its = _zero(rank, steps=0)
+    overlap.TrainState(resumed, its).load_state_dict(torch.load(file, weights_only=True))
+    for one, its_own in ((ddp, zero), (resumed, its)):
+        _train(rank, one, its_own, range(3, 6))
+    assert_parity(overlap.state_dict(resumed, its), overlap.state_dict(ddp, zero), what="one file for all ranks")
     with pytest.raises(ConfigurationError, match="not the state of a TrainState"):
         overlap.TrainState(resumed, its).load_state_dict({"step": 1})
 
@@ -192,11 +226,9 @@ def _with_ddp(rank: int, folder: Path) -> None:
 
     ddp, optimizer = made()
     _train(rank, ddp, optimizer, range(3))
-    buffer = io.BytesIO()
-    torch.save(overlap.state_dict(ddp, optimizer), buffer)
-    buffer.seek(0)
+    state = _through_a_file(overlap.state_dict(ddp, optimizer))
     other, its = made()
-    overlap.load_state_dict(other, its, torch.load(buffer, weights_only=True))
+    overlap.load_state_dict(other, its, state)
     for one, its_own in ((ddp, optimizer), (other, its)):
         _train(rank, one, its_own, range(3, 6))
     assert_parity(overlap.state_dict(other, its), overlap.state_dict(ddp, optimizer), what="a hook of DDP's own")
@@ -225,9 +257,12 @@ def _kept(rank: int, folder: Path) -> None:
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(ConfigurationError, match=r"\['callback'\] is a builtin_function_or_method, which is neither"):
         overlap.state_dict(ddp, optimizer)
-    late = PowerSGD(start_step=5)
-    ddp, optimizer = _overlapped(rank, steps=2, reducer=late)
-    assert overlap.state_dict(ddp, optimizer)["stages"]["state"]["0"]["steps"] == 2
+    ddp, optimizer = _overlapped(rank, steps=2, reducer=PowerSGD(start_step=5))
+    state = overlap.state_dict(ddp, optimizer)
+    assert state["stages"]["state"]["0"]["steps"] == 2
+    fresh, new = _overlapped(rank, steps=0, reducer=PowerSGD(start_step=5))
+    overlap.load_state_dict(fresh, new, state)
+    assert_parity(overlap.state_dict(fresh, new), state, what="before it matters")
 
 
 def _pair(rank: int, steps: int) -> Any:
@@ -267,6 +302,7 @@ CELLS: dict[str, Callable[[int, Path], None]] = {
     "a state that does not fit is refused by name and changes nothing": _refused,
     "a state between backward and step is refused": _between,
     "a state is a snapshot that a run can go back to": _snapshot,
+    "every reducer resumes bit for bit": _resumes,
     "a plain optimizer resumes exactly, and another order is refused": _plain_optimizer,
     "one file for all ranks resumes each rank exactly": _one_file,
     "hooks that are registered with DDP are saved or refused": _with_ddp,

@@ -25,7 +25,6 @@ from overlap import (
     allreduce_hook,
     as_hook,
     chain,
-    declare,
     hook_with_zero_step,
 )
 
@@ -142,32 +141,3 @@ def _registered(rank: int, world_size: int) -> None:
 
 def test_registrations_that_cannot_work_are_refused() -> None:
     run_ranks(_registered, 2)
-
-
-def _fails_and_recovers(rank: int, world_size: int) -> None:
-    @declare("element")
-    class Failing(torch.optim.SGD):
-        fails = False
-
-        def step(self, closure: Any = None) -> Any:
-            if self.fails:
-                raise ValueError("out of order")
-            return super().step(closure)
-
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), Failing, lr=0.1, overlap_with_ddp=True)
-    chain(ZeroStep(zero)).register(ddp)
-    for step in range(5):
-        Failing.fails = step == 2
-        if step == 2:
-            with pytest.raises(ValueError, match="out of order") as caught:
-                mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-            assert "ZeroStep(Failing" in caught.value.__notes__[0]
-            assert "load a checkpoint" in caught.value.__notes__[1]
-            continue
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-        zero.step()
-
-
-def test_an_update_that_raises_is_named_and_the_model_works_afterwards() -> None:
-    run_ranks(_fails_and_recovers, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from harness.third_party import BlockwiseAdamW, CountingSGD, patch_step
 from overlap import (
@@ -59,26 +59,18 @@ BUILT: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def _train(ddp: Any, optimizer: Any, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-        optimizer.step()
-
-
 def _goes_on(rank: int, world_size: int) -> None:
     for name, build in BUILT.items():
         for before in (0, 3) if name == "of a factory" else (3,):
             plain, ddp = wrap(MLP.model(), **MLP.ddp_options()), wrap(MLP.model(), **MLP.ddp_options())
-            reference, built = build(plain), build(ddp)
-            _train(plain, reference, rank, range(before))
-            _train(ddp, built, rank, range(before))
-            zero = ZeroRedundancyOptimizer.from_optimizer(built, overlap_with_ddp=True)
-            assert type(zero.optim) is type(built) and built.defaults.items() <= zero.defaults.items()
-            registration = chain(ZeroStep(zero)).register(ddp)
-            for step in range(before, before + 3):
-                _train(plain, reference, rank, range(step, step + 1))
-                _train(ddp, zero, rank, range(step, step + 1))
+            reference, optimizer = build(plain), build(ddp)
+            for step, batch in enumerate(MLP.batches(rank, steps=before + 3)):
+                if step == before:
+                    zero = ZeroRedundancyOptimizer.from_optimizer(optimizer, overlap_with_ddp=True)
+                    assert type(zero.optim) is type(reference) and reference.defaults.items() <= zero.defaults.items()
+                    registration = chain(ZeroStep(zero)).register(ddp)
+                plain_step(plain, reference, batch, mean_squared_error)
+                plain_step(ddp, optimizer if step < before else zero, batch, mean_squared_error)
                 assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{name} after {before}: {step}")
             zero.consolidate_state_dict(to=None)
             assert_parity(zero.state_dict(), reference.state_dict(), what=f"{name} after {before}")
@@ -89,62 +81,39 @@ def test_it_goes_on_bit_for_bit_with_groups_defaults_and_state() -> None:
     run_ranks(_goes_on, 2)
 
 
-def _scheduled(optimizer: Any) -> Any:
-    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
-    return optimizer
-
-
-def _hooked(optimizer: Any) -> Any:
-    optimizer.register_step_post_hook(lambda *arguments: None)
-    return optimizer
-
-
-def _hooked_state(optimizer: Any) -> Any:
-    optimizer.register_load_state_dict_pre_hook(lambda *arguments: None)
-    return optimizer
-
-
-def _patched(optimizer: Any) -> Any:
-    patch_step(optimizer)
-    return optimizer
-
-
-def _with_object(optimizer: Any) -> Any:
-    optimizer.scale = torch.ones(2)
-    return optimizer
-
-
 def _sgd(ddp: Any) -> Any:
     return torch.optim.SGD(ddp.parameters(), lr=0.1)
 
 
-# By the case: what is given, the error, and a part of it.
-REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "a step hook": (lambda ddp: _hooked(_sgd(ddp)), UnsupportedError, r"has the hook .*zero\.register_step_post_hook"),
-    "a hook of states": (lambda ddp: _hooked_state(_sgd(ddp)), UnsupportedError, "has the hook"),
-    "a scheduler": (lambda ddp: _scheduled(_sgd(ddp)), UnsupportedError, "has a learning rate scheduler"),
-    "a step of its own": (lambda ddp: _patched(_sgd(ddp)), UnsupportedError, r"step\(\) of this SGD was replaced"),
-    "an object": (lambda ddp: _with_object(_sgd(ddp)), UnsupportedError, r"SGD\.scale is .*load_state_dict"),
-    "not declared": (lambda ddp: CountingSGD(ddp.parameters()), UnsupportedError, "neither known nor declared"),
-    "overlapped": (
-        lambda ddp: OverlappedOptimizer(_sgd(ddp)), ConfigurationError, r"pass the \.optimizer that it wraps"
-    ),
-    "functional": (
-        lambda ddp: FunctionalAdam(list(ddp.parameters())), ConfigurationError, "plain optimizer.*FunctionalAdam"
-    ),
-    "sharded": (
-        lambda ddp: ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam), ConfigurationError, "sharded already"
-    ),
-    "a class": (lambda ddp: torch.optim.Adam, ConfigurationError, "plain optimizer such as"),
-    "a model": (lambda ddp: ddp, ConfigurationError, "plain optimizer such as"),
-}  # fmt: skip
+# What was done to an SGD, and a part of the error.
+EDITED: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda sgd: sgd.register_step_post_hook(print), r"has the hook .*zero\.register_step_post_hook"),
+    (lambda sgd: sgd.register_load_state_dict_pre_hook(print), "has the hook"),
+    (lambda sgd: torch.optim.lr_scheduler.StepLR(sgd, step_size=1), "has a learning rate scheduler"),
+    (patch_step, r"step\(\) of this SGD was replaced"),
+    (lambda sgd: setattr(sgd, "scale", torch.ones(2)), r"SGD\.scale is .*load_state_dict"),
+]
+# What is given in place of a plain optimizer, and a part of the error.
+GIVEN: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda ddp: OverlappedOptimizer(_sgd(ddp)), r"pass the \.optimizer that it wraps"),
+    (lambda ddp: FunctionalAdam(list(ddp.parameters())), "plain optimizer.*FunctionalAdam"),
+    (lambda ddp: ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam), "sharded already"),
+    (lambda ddp: torch.optim.Adam, "plain optimizer such as"),
+    (lambda ddp: ddp, "plain optimizer such as"),
+]
 
 
 def _refused(rank: int, world_size: int) -> None:
-    for name, (given, error, match) in REFUSED.items():
-        ddp = wrap(MLP.model())
-        with pytest.raises(error, match=match):
-            raise AssertionError(name, ZeroRedundancyOptimizer.from_optimizer(given(ddp)))
+    for edit, match in EDITED:
+        sgd = _sgd(wrap(MLP.model()))
+        edit(sgd)
+        with pytest.raises(UnsupportedError, match=match):
+            ZeroRedundancyOptimizer.from_optimizer(sgd)
+    for given, match in GIVEN:
+        with pytest.raises(ConfigurationError, match=match):
+            ZeroRedundancyOptimizer.from_optimizer(given(wrap(MLP.model())))
+    with pytest.raises(UnsupportedError, match="neither known nor declared"):
+        ZeroRedundancyOptimizer.from_optimizer(CountingSGD(MLP.model().parameters()))
     ddp = wrap(MLP.model())
     blocks = BlockwiseAdamW(ddp.parameters())
     mean_squared_error(ddp, MLP.batch(0, rank)).backward()

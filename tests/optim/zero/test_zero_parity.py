@@ -10,22 +10,36 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, check, plain_run, register, zero_run
+from zero_loops import ADAMW_OPTIONS, FORMS, register
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 
+THREE_RANKS: dict[str, Any] = {
+    "exact": False,
+    "rtol": 2e-4,
+    "atol": 2e-5,
+    "reason": "three gradients are added up in ranks' order, Gloo's ring adds them in another",
+}
+
 
 def _forms(rank: int, world_size: int) -> None:
-    reference = plain_run(MLP, rank, ADAMW)
-    for form, options in FORMS.items():
-        if world_size != 2 and form not in ("interleaved", "deferred, gather in forward", "alone"):
-            continue
-        for partition in ("element", "parameter"):
-            zero_options = {"partition": partition}
-            candidate = zero_run(MLP, rank, torch.optim.AdamW, ADAMW_OPTIONS, options, zero_options=zero_options)
-            check(candidate, reference, what=f"{form}, {partition}, {world_size} ranks", world_size=world_size)
+    forms = FORMS if world_size == 2 else ("interleaved", "deferred, gather in forward", "alone")
+    tolerance = THREE_RANKS if world_size > 2 else {}
+    for form, partition in itertools.product(forms, ("element", "parameter")):
+        plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+        reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition=partition, **ADAMW_OPTIONS)
+        register(form, ddp, zero)
+        what = f"{form}, {partition}, {world_size} ranks"
+        for batch in MLP.batches(rank, steps=4):
+            for model, optimizer in ((plain, reference), (ddp, zero)):
+                plain_step(model, optimizer, batch, mean_squared_error)
+            zero.wait()
+            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=what, **tolerance)
+        zero.consolidate_state_dict(to=None)
+        assert_parity(zero.state_dict(), reference.state_dict(), what=f"state, {what}", **tolerance)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -39,14 +53,12 @@ def _moved(rank: int, world_size: int) -> None:
         plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
         reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW_OPTIONS)
-        register(FORMS[form], ddp, zero)
+        register(form, ddp, zero)
         for step in range(4):
             for parameter in ddp.parameters() if step == 2 else ():
                 parameter.data = parameter.data.clone()
             for model, optimizer in ((plain, reference), (ddp, zero)):
-                optimizer.zero_grad()
-                mean_squared_error(model, MLP.batch(step, rank)).backward()
-                optimizer.step()
+                plain_step(model, optimizer, MLP.batch(step, rank), mean_squared_error)
             assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{form}, step {step}")
 
 
@@ -63,7 +75,7 @@ def _masters(rank: int, world_size: int) -> None:
         masters = [p.detach().float() for p in plain.parameters()]
         reference = torch.optim.AdamW(masters, lr=1e-3)
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, master_dtype=torch.float32)
-        register(FORMS[form], ddp, zero)
+        register(form, ddp, zero)
         for step in range(6):
             batch = MLP.batch(step, rank)
             for module in (plain, ddp):

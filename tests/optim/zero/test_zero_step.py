@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join
-from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, plain_run, register
+from zero_loops import ADAMW_OPTIONS, FORMS, register
 
-import overlap
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     TrainingLoopError,
@@ -27,20 +25,19 @@ from overlap import (
 
 
 def _under_torch_names(rank: int, world_size: int) -> None:
-    reference = plain_run(MLP, rank, ADAMW)
     for wrapper in (hook_with_zero_step, hook_with_zero_step_interleaved):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        zero = ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=True
-        )
+        plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+        reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW_OPTIONS)
         ddp.register_comm_hook(None, wrapper(allreduce_hook, ddp, zero))
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(zero, gamma=0.9)
-        for record in reference:
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(one, gamma=0.9) for one in (reference, zero)]
+        for step, batch in enumerate(MLP.batches(rank, steps=4)):
+            plain_step(plain, reference, batch, mean_squared_error)
             zero.zero_grad()
-            mean_squared_error(ddp, MLP.batch(record.step, rank)).backward()
-            scheduler.step()
-            ours = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
-            assert_parity(ours, record.parameters, what=f"{wrapper.__name__}, step {record.step}")
+            mean_squared_error(ddp, batch).backward()
+            for schedule in schedules:
+                schedule.step()
+            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{wrapper.__name__}, step {step}")
 
 
 def test_hooks_under_the_names_of_pytorch_update_from_the_first_iteration() -> None:
@@ -152,25 +149,23 @@ def test_a_rank_learns_of_a_gradient_that_is_not_finite_on_another() -> None:
 BATCHES = (7, 4, 5)
 
 
-def _train(ddp: Any, optimizer: Any, case: Case, joinables: list[Any], rank: int, join: type[Join] = Join) -> Any:
+def _train(ddp: Any, optimizer: Any, case: Case, joinables: list[Any], rank: int) -> Any:
     """With plain DDP's loop, whose ``zero_grad()`` and ``step()`` do nothing where nothing is left to do."""
-    with join(joinables):
-        for step in range(BATCHES[rank]):
-            optimizer.zero_grad()
-            mean_squared_error(ddp, case.batch(step, rank)).backward()
-            optimizer.step()
+    with Join(joinables):
+        for batch in case.batches(rank, steps=BATCHES[rank]):
+            plain_step(ddp, optimizer, batch, mean_squared_error)
     return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
 
 
-def _uneven(rank: int, world_size: int, case: Case, join: type[Join] = Join, forms: Sequence[str] = ()) -> None:
-    plain = wrap(case.model(), **case.ddp_options())
+def _uneven(rank: int, world_size: int) -> None:
+    plain = wrap(MLP.model(), **MLP.ddp_options())
     # What a joined rank holds is brought up to date by DDP at the end; the reference's state is that of the last.
-    reference = _train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), case, [plain], rank, join)
-    for form in forms or FORMS:
-        ddp = wrap(case.model(), **case.ddp_options())
+    reference = _train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), MLP, [plain], rank)
+    for form in FORMS if world_size == 2 else ("interleaved", "deferred", "alone"):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
-        register(FORMS[form], ddp, zero)
-        ours = _train(ddp, zero, case, [ddp, zero], rank, join)
+        register(form, ddp, zero)
+        ours = _train(ddp, zero, MLP, [ddp, zero], rank)
         what = f"{form}, {world_size} ranks"
         if world_size == 2:
             assert_parity(ours, reference, what=what)
@@ -181,39 +176,26 @@ def _uneven(rank: int, world_size: int, case: Case, join: type[Join] = Join, for
         assert steps == max(BATCHES[:world_size]), "updated in every step, on every rank"
 
 
-def test_join_equals_plain_ddp_under_join() -> None:
-    run_ranks(_uneven, 2, MLP)
-    run_ranks(_uneven, 3, MLP, Join, ["interleaved", "deferred", "alone"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pytorchs_join_equals_plain_ddp_under_it(world_size: int) -> None:
+    """tests/loops has ours."""
+    run_ranks(_uneven, world_size)
 
 
-def _unused(rank: int, world_size: int) -> None:
-    _uneven(
-        rank,
-        world_size,
-        UNUSED_ON_SOME_RANKS,
-        overlap.Join,
-        ["interleaved", "deferred, gather in forward", "automatic"],
-    )
+def _cannot_join(rank: int, world_size: int) -> None:
     ddp = wrap(UNUSED_ON_SOME_RANKS.model(), **UNUSED_ON_SOME_RANKS.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    chain(ZeroStep(zero)).register(ddp)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    register("interleaved", ddp, zero)
     with pytest.raises(UnsupportedError, match=r"PyTorch's Join with find_unused.*overlap\.Join\("):
         _train(ddp, zero, UNUSED_ON_SOME_RANKS, [ddp, zero], rank)
-
-
-def test_join_equals_plain_ddp_if_ranks_use_a_branch_in_turn_and_pytorchs_is_refused() -> None:
-    run_ranks(_unused, 2)
-
-
-def _without_zero(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    chain(ZeroStep(zero, deferred=True)).register(ddp)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    register("deferred", ddp, zero)
     match = r"Join\(\[ddp, zero\]\)" if rank == 1 else "rank 1"
     error: Any = TrainingLoopError if rank == 1 else Exception
     with pytest.raises(error, match=match):
         _train(ddp, zero, MLP, [ddp], rank)
 
 
-def test_a_join_without_zero_is_refused_if_zero_acts_outside_of_backward() -> None:
-    run_ranks(_without_zero, 2, group_timeout_s=6)
+def test_pytorchs_join_is_refused_with_unused_parameters_and_without_zero_outside_of_backward() -> None:
+    run_ranks(_cannot_join, 2, group_timeout_s=6)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import ConfigurationError, TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain
 
@@ -76,9 +76,7 @@ def _edited(rank: int, world_size: int) -> None:
             chain(ZeroStep(zero)).register(ddp)
         for step, batch in enumerate(MLP.batches(rank, steps=4)):
             for model, optimizer in ((plain, reference), (ddp, zero)):
-                optimizer.zero_grad()
-                mean_squared_error(model, batch).backward()
-                optimizer.step()
+                plain_step(model, optimizer, batch, mean_squared_error)
                 if step == 1:
                     {**ELEMENTWISE, **WHOLE}[edit](optimizer)
         assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{edit}, {partition}")
