@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,14 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_loops import Values, assign, values_of
+from local_loops import Values, assign, local, mean_of, plain, values_of
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from harness import assert_parity
+from harness.models import MLP
 from overlap import LocalSGD
 from overlap.hooks.collectives import Collective
 from overlap.hooks.wires import Wire
+from overlap.optim.local_sgd.averager import into_fragments
 
 
 def gathered(flat: Tensor) -> list[Tensor]:
@@ -71,7 +75,7 @@ class ByHand:
     """Each rank averages all ranks' changes by itself; for ``plain(after_step=...)``."""
 
     def __init__(
-        self, start: Values, *, wire: Wire, period: int, error_feedback: bool = False, outer: Any = None,
+        self, start: Values, *, wire: Wire | None = None, period: int, error_feedback: bool = False, outer: Any = None,
         fragments: Sequence[Sequence[str]], overlap: int = 0,
     ) -> None:  # fmt: skip
         self.wire, self.period, self.delay, self.fragments = wire, period, overlap, fragments
@@ -102,6 +106,8 @@ class ByHand:
         assign(model, {name: (current[name] - snapshot[name]) + new[name] for name in names})
 
     def _means(self, names: Sequence[str], values: Values) -> Values:
+        if self.wire is None:
+            return mean_of(values)
         ranks = dist.get_world_size()
         changes = torch.cat([(values[name] - self.anchors[name]).flatten() for name in names]) / ranks
         if self.errors is not None:
@@ -125,6 +131,22 @@ class ByHand:
                 anchor.grad = anchor - means[name] if name in means else None
             self.outer.step()
         return {name: self.anchors[name].detach().clone() for name in names}
+
+
+def beside(
+    rank: int, *, steps: int, period: int, start_step: int, fragments: int = 1, **options: Any
+) -> tuple[LocalSGD, Any, ByHand]:
+    """Trains by ``LocalSGD`` and by hand with the same options, and compares the parameters after each step."""
+    build: Any = functools.partial(LocalSGD, period=period, start_step=start_step, fragments=fragments, **options)
+    candidate, made, ddp = local(MLP, rank, steps=steps, build=build)
+    before = plain(MLP, rank, steps=start_step, start_step=start_step, after_step=lambda *_: None)
+    start = before[-1] if before else values_of(MLP.model())
+    parts = into_fragments(start, fragments)
+    assert len(parts) == fragments and sorted(itertools.chain(*parts)) == sorted(start)
+    by_hand = ByHand(start, period=period, fragments=parts, **options)
+    expected = plain(MLP, rank, steps=steps, start_step=start_step, after_step=by_hand.after_step)
+    assert_parity(candidate, expected, what=f"from step {start_step}, {fragments} fragments, {options}")
+    return made, ddp, by_hand
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import Cells, local, plain, play, run, sgd
-from local_wires import ByHand, assert_equal_ranks, errors_of, gathered, sent_bytes
+from local_loops import Cells, local, play, run, sgd
+from local_wires import assert_equal_ranks, beside, errors_of, gathered, sent_bytes
 from torch import Tensor, nn
 
 from harness import assert_parity, wrap
@@ -28,7 +28,6 @@ from overlap import (
 )
 from overlap.hooks.engine import executors
 from overlap.hooks.wires import Codec
-from overlap.optim.local_sgd.averager import into_fragments
 
 PERIOD, STEPS = 3, 14
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -41,25 +40,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _by_hand(rank: int, world_size: int) -> None:
-    parameters = {name: p.detach() for name, p in MLP.model().named_parameters()}
     for name, options in OPTIONS.items():
         if world_size > 2 and name != "int4 with feedback":
             continue  # The number of ranks matters to the sum alone.
         for start_step in (0, 2) if name == "streaming DiLoCo" else (0,):
-            before = plain(MLP, rank, steps=start_step, start_step=start_step, after_step=lambda *_: None)
-            reference = ByHand(
-                before[-1] if before else parameters,
-                period=PERIOD,
-                **{**options, "fragments": into_fragments(parameters, options.get("fragments", 1))},
-            )
-            expected = plain(MLP, rank, steps=STEPS, start_step=start_step, after_step=reference.after_step)
-            build = functools.partial(LocalSGD, period=PERIOD, start_step=start_step, **options)
-            candidate, made, ddp = local(MLP, rank, steps=STEPS, build=build)
-            assert_parity(candidate, expected, what=f"{name}, from step {start_step}")
-            errors = made.state_dict()["local_sgd"]["wire"].get("error", {})
-            assert reference.round and errors.keys() == (reference.errors or {}).keys()
-            if reference.errors:
-                assert_parity(errors, reference.errors, what=f"{name}: what was left out")
+            made, ddp, by_hand = beside(rank, steps=STEPS, period=PERIOD, start_step=start_step, **options)
+            assert by_hand.round and by_hand.errors
+            assert_parity(errors_of(made), by_hand.errors, what=f"{name}: what was left out")
             made.synchronize()
             assert_equal_ranks(ddp.module, f"{name}, synchronized")
 
