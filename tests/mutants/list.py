@@ -68,7 +68,7 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/reducers.py",
         "bucket.buffer.copy_(compressed.buffer)",
         "pass",
-        "hooks/test_reducers.py -k cast_rounds",
+        "hooks/test_torch_names.py -k equals",
     ),
     "the ranks of a machine are not summed first": Mutant(
         "hooks/quantize.py",

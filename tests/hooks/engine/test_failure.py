@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,18 +18,19 @@ from harness import RankDied, run_ranks, wrap
 from harness.models import MLP
 from overlap import AllReduce, Bucket, CollectiveError, PeerError, Stage, UnsupportedError, as_stage, chain
 from overlap.hooks import Role
+from overlap.hooks.reducers import OnGroup
+from overlap.ranks.board import Board
 
 
-def backward(ddp: Any, step: int, rank: int) -> None:
+def _backward(ddp: Any, step: int, rank: int) -> None:
     ddp.zero_grad()
     ddp(*MLP.batch(step, rank).inputs).square().sum().backward()
 
 
-def _check_mean_gradients(ddp: Any, step: int, rank: int) -> None:
+def _assert_mean_gradients(ddp: Any, step: int, rank: int) -> None:
     """Beside a new plain DDP, whose buckets are cut differently: sums of three are taken in another order."""
-    backward(ddp, step, rank)
     reference = wrap(ddp.module, **MLP.ddp_options())
-    backward(reference, step, rank)
+    _backward(reference, step, rank)
     for ours, plain in zip(ddp.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-5, atol=1e-5)
 
@@ -43,10 +46,10 @@ def _dies(rank: int, world_size: int) -> str:
 
     chain(Deadly()).register(ddp)
     for step in range(2):
-        backward(ddp, step, rank)
+        _backward(ddp, step, rank)
     start_s = time.monotonic()
     with pytest.raises(CollectiveError, match="no rank has reported an error") as caught:
-        backward(ddp, 2, rank)
+        _backward(ddp, 2, rank)
     assert time.monotonic() - start_s < 5
     return str(caught.value)
 
@@ -60,12 +63,12 @@ def _hangs(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     chain(AllReduce()).register(ddp)
     for step in range(2):
-        backward(ddp, step, rank)
+        _backward(ddp, step, rank)
     if rank == 1:
         time.sleep(3)  # Longer than the group's timeout of 2 s.
         return
     with pytest.raises(CollectiveError, match="no rank has reported an error"):
-        backward(ddp, 2, rank)
+        _backward(ddp, 2, rank)
 
 
 def test_a_rank_that_does_not_come_is_an_error_when_the_groups_timeout_is_over() -> None:
@@ -83,15 +86,18 @@ def test_a_rank_that_does_not_register_is_named() -> None:
     run_ranks(_does_not_come, 2, group_timeout_s=2)
 
 
+FAILING = (1, 2, 4)
+
+
 class _Fails(AllReduce):
-    """Fails in steps 1, 2 and 4: before the first bucket, in it, or after a collective of the second."""
+    """Fails in the steps ``FAILING``: before the first bucket, in it, or after a collective of the second."""
 
     def __init__(self, where: str, *, enabled: bool) -> None:
         self.where, self.enabled = where, enabled
         self.step = -1
 
     def fail(self, where: str) -> None:
-        if self.enabled and self.step in (1, 2, 4) and where == self.where:
+        if self.enabled and self.step in FAILING and where == self.where:
             raise ValueError("the dog ate it")
 
     def before_backward(self, *, is_replay: bool) -> None:
@@ -123,17 +129,18 @@ def _fails_repeatedly(rank: int, world_size: int) -> None:
         stage, counts = _Fails(where, enabled=is_everywhere or rank == 0), _Counts()
         chain(stage, counts).register(ddp)
         for step in range(6):
-            if step not in (1, 2, 4):
-                _check_mean_gradients(ddp, step, rank)
+            if step not in FAILING:
+                _backward(ddp, step, rank)
+                _assert_mean_gradients(ddp, step, rank)
                 continue
             start_s = time.monotonic()
             if stage.enabled:
                 with pytest.raises(ValueError, match="the dog ate it") as caught:
-                    backward(ddp, step, rank)
+                    _backward(ddp, step, rank)
                 assert "_Fails()" in caught.value.__notes__[0]
             else:
                 with pytest.raises(PeerError, match=r"rank 0: ValueError: the dog ate it .*_Fails"):
-                    backward(ddp, step, rank)
+                    _backward(ddp, step, rank)
             assert time.monotonic() - start_s < 5, "not only when the group's timeout has passed"
         assert counts.count == 6, "every stage is notified that backward is over"
 
@@ -141,6 +148,67 @@ def _fails_repeatedly(rank: int, world_size: int) -> None:
 def test_a_rank_that_fails_again_and_again_is_named_on_the_others_every_time_and_the_model_works() -> None:
     # Going on may take as long as the group's timeout: an operation in flight is not always ended sooner.
     run_ranks(_fails_repeatedly, 3, group_timeout_s=8, timeout_s=120)
+
+
+# The forward in which DDP compares its buckets between ranks: their models come in one order there.
+_COMPARING = 1
+
+
+def _noting_connections(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released each time that connections begin to be made."""
+    begun = threading.Semaphore(0)
+    connect = Board.connect
+
+    def noted(*args: Any, **options: Any) -> Any:
+        begun.release()
+        return connect(*args, **options)
+
+    monkeypatch.setattr(Board, "connect", noted)
+    return begun
+
+
+def _step(ddps: list[Any], step: int, rank: int, before_the_first: Callable[[], object]) -> None:
+    """One backward of all models, of which that of the last begins first."""
+    for ddp in ddps:
+        ddp.zero_grad()
+    outputs = [ddp(*MLP.batch(step, rank).inputs) for ddp in ddps]
+
+    def hook(gradient: torch.Tensor) -> None:
+        before_the_first()
+
+    outputs[0].register_hook(hook)
+    sum(output.square().sum() for output in outputs).backward()
+
+
+def _several_fail(rank: int, world_size: int) -> None:
+    group = dist.new_group(range(world_size))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        begun = _noting_connections(monkeypatch)
+        models = [wrap(MLP.model(seed=seed), **MLP.ddp_options()) for seed in (0, 1)]
+        counts = [_Counts() for _ in models]
+        for ddp, count in zip(models, counts, strict=True):
+            chain(OnGroup(_Fails("in 0", enabled=rank == 0), group), count).register(ddp)
+        for step in range(6):
+            in_order = models if rank == 0 or step == _COMPARING else models[::-1]
+            while begun.acquire(blocking=False):
+                pass
+            connects = step - 1 in FAILING or step == 0
+
+            def wait(connects: bool = connects) -> None:
+                assert not connects or begun.acquire(timeout=30)
+
+            if step in FAILING:
+                with pytest.raises(ValueError if rank == 0 else PeerError, match="the dog ate it"):
+                    _step(in_order, step, rank, wait)
+                continue
+            _step(in_order, step, rank, wait)
+            for ddp in models:
+                _assert_mean_gradients(ddp, step, rank)
+        assert [each.count for each in counts] == [6, 6], "though backward can raise one error only"
+
+
+def test_two_models_that_connect_in_other_orders_are_not_mixed_up() -> None:
+    run_ranks(_several_fail, 2, group_timeout_s=15)
 
 
 def _fails_by_value(state: Any, bucket: Any) -> torch.futures.Future[Any]:
@@ -163,7 +231,7 @@ def _hook_errors(rank: int) -> None:
         chain(as_stage(hook)).register(ddp)
         for step in range(2):
             with pytest.raises(error, match=r"kept as a value|raised at once|Future"):
-                backward(ddp, step, rank)
+                _backward(ddp, step, rank)
 
 
 def _sparse(rank: int) -> None:

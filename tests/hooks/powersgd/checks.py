@@ -21,19 +21,22 @@ def world_of(ranks: int, shapes: Sequence[tuple[int, ...]], **options: Any) -> W
     return World([PowerSGD(min_compression_rate=0, **options) for _ in range(ranks)], shapes)
 
 
+def _by_rank(world: World) -> list[list[Tensor]]:
+    """The residuals of each rank's stage; zero where it has none."""
+    keys = world.names or map(str, range(len(world.shapes)))
+    kept = dict(zip(keys, world.shapes, strict=True))
+    return [
+        [
+            memory(stage).errors.get(key, torch.zeros(shape)).to("cpu", torch.float64, copy=True)
+            for key, shape in kept.items()
+        ]
+        for stage in world.stages
+    ]
+
+
 def residuals(world: World) -> list[Tensor]:
     """Of each parameter, the sum of the residuals over ranks."""
-    totals = [torch.zeros(shape, dtype=torch.float64) for shape in world.shapes]
-    for stage in world.stages:
-        for place, key in enumerate(world.names or map(str, range(len(world.shapes)))):
-            if key in memory(stage).errors:
-                totals[place] += memory(stage).errors[key].cpu()
-    return totals
-
-
-def residual_size(stage: Stage, world: World, place: int) -> float:
-    residual = memory(stage).errors.get(world.names[place] if world.names else str(place))
-    return 0.0 if residual is None else float(residual.abs().max())
+    return [sum(own) for own in zip(*_by_rank(world), strict=True)]  # type: ignore[misc]
 
 
 def memory(stage: Stage) -> Any:
@@ -55,17 +58,15 @@ def gradients(
 
 def check_step(world: World, local: list[list[Tensor]], tolerance: float) -> list[Tensor]:
     """One step that keeps the invariant: gradients and residuals before equal outputs and residuals after."""
-    before = residuals(world)
-    # Of each rank by itself: residuals may cancel in their sum, but their rounding errors do not.
-    places = range(len(world.shapes))
-    kept = [[residual_size(stage, world, place) for place in places] for stage in world.stages]
+    before = _by_rank(world)
     outputs = world.step(local)
     after = residuals(world)
-    for place in places:
-        total = sum(local[rank][place].cpu().double() for rank in range(len(local)))
-        given_in = total + before[place]
+    for place, given in enumerate(zip(*local, strict=True)):
+        kept = [own[place] for own in before]
+        given_in = sum(one.cpu().double() for one in (*given, *kept))
         given_out = outputs[0][place].cpu().double() * world.divisor + after[place]
-        size = sum(float(local[rank][place].abs().max()) + kept[rank][place] for rank in range(len(local)))
+        # Of each rank by itself: residuals may cancel in their sum, but their rounding errors do not.
+        size = sum(float(one.abs().max()) for one in (*given, *kept))
         torch.testing.assert_close(given_out, given_in, rtol=0, atol=tolerance * max(size, 1e-30))
         for other in outputs[1:]:
             assert torch.equal(other[place], outputs[0][place]), "outputs differ among ranks"

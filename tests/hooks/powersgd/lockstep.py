@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,14 +84,6 @@ class _Collective:
         assert not messages, "a message that nobody receives"
 
 
-@dataclass
-class _Channels:
-    channel: _Collective
-
-    def of(self, group: Any) -> _Collective:
-        return self.channel
-
-
 class World:
     """Stages, one per rank, over parameters of given shapes.
 
@@ -148,8 +141,9 @@ class World:
         while any(operation is not None for operation in pending):
             assert all(operation is not None for operation in pending), "ranks issue different collectives"
             collective = _Collective(len(self.stages))
+            channels: Any = SimpleNamespace(of=lambda group, collective=collective: collective)
             for operation in pending:
-                operation.launch(_Channels(collective))  # type: ignore[union-attr]
+                operation.launch(channels)  # type: ignore[union-attr]
             self.sent_bytes += [operation.sent_bytes for operation in pending[:1]]  # type: ignore[union-attr]
             kind, (first, *_) = collective.calls[0]
             if kind == "all_reduce" and first.is_floating_point():

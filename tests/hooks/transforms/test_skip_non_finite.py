@@ -18,13 +18,11 @@ from overlap import (
     SkipNonFinite,
     Step,
     UnsupportedError,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
     chain,
 )
 from overlap._torch.foreach import LargestElements
 
-from .by_hand import ADAMW, ADAMW_OPTIONS, backward_alone
+from .by_hand import ADAMW, backward_alone, with_zero
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 6
@@ -90,20 +88,10 @@ def _sharded(rank: int) -> None:
     forms: tuple[dict[str, Any], ...] = ({}, {"deferred": True}, {"gather": "forward"})
     # By parameter, and where the update reduces by itself, only one rank has the gradient that is not finite.
     for options, partition in [*((options, "element") for options in forms), ({}, "parameter")]:
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        zero = ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, partition=partition, **ADAMW_OPTIONS
-        )
-        stages = SkipNonFinite(), ZeroStep(zero, **options)
-        (chain(*stages) if partition == "parameter" else chain(AllReduce(), *stages)).register(ddp)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(zero, gamma=0.9)
-        for step, batch in enumerate(_batches(MLP, rank)):
-            mean_squared_error(ddp, batch).backward()
-            zero.step()
-            zero.wait()
-            scheduler.step()
-            what = f"step {step} by {partition}, {options}"
-            assert_parity(dict(ddp.module.named_parameters()), by[step].parameters, what=what)
+        reducer = [] if partition == "parameter" else [AllReduce()]
+        build = lambda update, reducer=reducer: chain(*reducer, SkipNonFinite(), update)  # noqa: E731
+        zero, found = with_zero(build, _batches(MLP, rank), partition=partition, **options)
+        assert_parity(found, [record.parameters for record in by], what=f"by {partition}, {options}")
         zero.consolidate_state_dict()
         if rank == 0:
             assert_parity(zero.state_dict()["state"], by[-1].optimizer["state"], what=f"the state, {options}")

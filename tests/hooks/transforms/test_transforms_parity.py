@@ -14,8 +14,7 @@ from overlap import AllReduce, Bucket, ClipGradNorm, Stage, chain
 from overlap.hooks import all_reduce
 from overlap.hooks.transforms.clip import Clipping
 
-from . import by_hand
-from .by_hand import TRANSFORMS, after_reducer, before_reducer, reference, with_step, with_zero
+from .by_hand import STEPS, clip_norm, reference, with_step, with_zero
 
 FORMS = ("interleaved", "automatic, deferred")
 ZERO_FORMS: tuple[dict[str, Any], ...] = ({}, {"gather": "forward"}, {"automatic": True, "deferred": True})
@@ -37,26 +36,25 @@ def _parameters(records: list[Record]) -> list[Any]:
     return [record.parameters for record in records]
 
 
+def _clipped(update: Stage) -> Any:
+    return chain(AllReduce(), ClipGradNorm(0.05), update)
+
+
 def _on_the_mean(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
     for case in (MLP, DTYPES, UNUSED, EMPTY):
-        plain = reference(case, rank)
-        for name, (make, edit) in TRANSFORMS.items():
-            if case is not MLP and name != "ClipGradNorm":
-                continue
-            by = reference(case, rank, mean=edit())
-            assert case is EMPTY or not _same(by, plain), f"{name} by hand does nothing, which shows nothing"
-            tolerance = UNUSED_ARE_SUMMED if case is UNUSED and name == "ClipGradNorm" else {}
-            for form in FORMS if case is MLP and name == "ClipGradNorm" else FORMS[:1]:
-                yield f"{name}, {form}, {case}", with_step(case, rank, after_reducer(make), form), by, tolerance
+        by = reference(case, rank, mean=clip_norm)
+        assert case is EMPTY or not _same(by, reference(case, rank)), "by hand it does nothing, which shows nothing"
+        tolerance = UNUSED_ARE_SUMMED if case is UNUSED else {}
+        for form in FORMS if case is MLP else FORMS[:1]:
+            yield f"{form}, {case}", with_step(case, rank, _clipped, form), by, tolerance
 
 
 def _on_own_gradients(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
-    for name, (make, edit) in TRANSFORMS.items():
-        by = reference(MLP, rank, local=edit())
-        yield f"{name} on own gradients", with_step(MLP, rank, before_reducer(make), FORMS[0]), by, {}
-        # A hook is called on autograd's thread, also behind a transform that waits for the whole pass.
-        build = lambda update, make=make: chain(make(), default_hooks.allreduce_hook, update)  # noqa: E731
-        yield f"{name} before a hook", with_step(MLP, rank, build, "interleaved"), by, {}
+    by = reference(MLP, rank, local=clip_norm)
+    # A hook is called on autograd's thread, also behind a transform that waits for the whole pass.
+    for reducer in (AllReduce(), default_hooks.allreduce_hook):
+        build = lambda update, reducer=reducer: chain(ClipGradNorm(0.05), reducer, update)  # noqa: E731
+        yield f"on own gradients, before {reducer}", with_step(MLP, rank, build, FORMS[0]), by, {}
 
 
 def _halve(bucket: Bucket) -> None:
@@ -84,23 +82,19 @@ def _on_new_parameters(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any
         for form in FORMS:
             yield f"{function.__name__} after an update, {form}", with_step(MLP, rank, build, form), by, {}
         for partition, options in (("element", {}), ("parameter", {"automatic": True, "deferred": True})):
-            found = with_zero(MLP, rank, build, options, partition=partition)
+            _, found = with_zero(build, MLP.batches(rank, steps=STEPS), partition=partition, **options)
             yield f"{function.__name__} after ZeroStep by {partition}, {options}", found, _parameters(by), {}
 
 
 def _before_zero(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
-    for name, (make, edit) in TRANSFORMS.items():
-        by = _parameters(reference(MLP, rank, mean=edit()))
-        is_all = name == "ClipGradNorm"
-        for options in ZERO_FORMS if is_all else ZERO_FORMS[:1]:
-            found = with_zero(MLP, rank, after_reducer(make), options)
-            yield f"{name} before ZeroStep, {options}", found, by, {}
-    by = _parameters(reference(MLP, rank, mean=by_hand.clip_norm))
+    by, batches = _parameters(reference(MLP, rank, mean=clip_norm)), MLP.batches(rank, steps=STEPS)
+    for options in ZERO_FORMS:
+        yield f"before ZeroStep, {options}", with_zero(_clipped, batches, **options)[1], by, {}
     for partition in ("element", "parameter"):
         for options in ZERO_FORMS[:2]:
             # It reduces by itself, so each rank has a part of the mean.
             build = lambda update: chain(ClipGradNorm(0.05), update)  # noqa: E731
-            found = with_zero(MLP, rank, build, options, partition=partition)
+            _, found = with_zero(build, batches, partition=partition, **options)
             yield f"before a reduction by {partition}, {options}", found, by, SUMMED_BY_PARTS
 
 

@@ -113,33 +113,6 @@ def test_constants_are_off_by_the_last_place_at_most_and_denormal_ones_are_not_b
     assert (_there_and_back(wire, tiny).abs() <= tiny).all()
 
 
-def test_exactly_the_largest_of_each_chunk_are_sent() -> None:
-    values = torch.randn(10_000)
-    wire = TopK(0.1, chunk=1000)
-    sent = _chunks(wire, _there_and_back(wire, values))
-    assert sent.shape == (10, 1000)
-    assert ((sent != 0).sum(1) == 100).all()
-    for chunk, back in zip(_chunks(wire, values), sent, strict=True):
-        assert torch.equal(chunk.abs().argsort(descending=True)[:100].sort().values, back.nonzero().flatten())
-        assert torch.equal(back[back != 0], chunk[back != 0].bfloat16().float())
-
-
-def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
-    bits = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
-    every = torch.arange(torch.iinfo(bits).min, torch.iinfo(bits).max + 1, dtype=bits).view(dtype).float()
-    # Numbers below the smallest normal one of fp32 are the exception.
-    return every[every.isfinite() & ((every == 0) | (every.abs() >= torch.finfo(torch.float32).tiny * 128))]
-
-
-@pytest.mark.parametrize("wire", [Float16(), BFloat16(), TopK(1.0), Float8()], ids=repr)
-def test_every_number_of_the_dtype_is_exact(wire: Wire) -> None:
-    is_e4m3 = isinstance(wire, Float8)
-    numbers = _numbers_of(torch.float8_e4m3fn if is_e4m3 else getattr(wire, "dtype", torch.bfloat16))
-    if is_e4m3:  # Each chunk with the largest, so that its step is one.
-        numbers = torch.nn.functional.pad(numbers, (0, 256 - len(numbers)), value=448.0).repeat(400)
-    assert torch.equal(_there_and_back(wire, numbers), numbers)
-
-
 @EACH
 def test_a_value_that_is_not_finite_is_seen_in_its_chunk_and_no_other(wire: Wire) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -233,14 +206,10 @@ def test_a_wire_is_shown_as_it_would_be_typed(wire: Wire) -> None:
     ("make", "message"),
     [
         (lambda: Int8(chunk=12), "chunk is 12: give a positive multiple of 8"),
-        (lambda: Int4(chunk=0), "chunk is 0"),
         (lambda: Float8(chunk=64.0), r"chunk is 64\.0"),
-        (lambda: Int8(chunk=True), "chunk is True"),
         (lambda: Int4(rounding="up"), "rounding is 'up': give 'nearest' or 'stochastic'"),
-        (lambda: TopK(0.0), r"density is 0\.0: give the part of the values to send"),
-        (lambda: TopK(1.5), r"density is 1\.5"),
+        (lambda: TopK(1.5), r"density is 1\.5: give the part of the values to send"),
         (lambda: TopK(math.nan), "density is nan"),
-        (lambda: TopK(True), "density is True"),
         (lambda: TopK("1%"), "density is '1%'"),
         (lambda: TopK(0.1, chunk=65_536), "chunk is 65536: give at most 32768"),
     ],
