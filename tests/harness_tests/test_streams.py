@@ -122,6 +122,7 @@ WAITS: dict[str, Callable[[], object]] = {
     "item": lambda: torch.ones(1, device=DEVICE).item(),
     "cpu": lambda: torch.ones(1, device=DEVICE).cpu().add_(1),
     "a mask": lambda: torch.ones(3, device=DEVICE)[torch.ones(3, device=DEVICE) > 0],
+    "from data": lambda: torch.tensor([1.0], device=DEVICE),
     "to the device": lambda: torch.tensor([1.0]).to(DEVICE),
     "an event": lambda: _copies(waits=True),
 }
