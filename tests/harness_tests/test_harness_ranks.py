@@ -10,22 +10,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from harness import RankDied, RankFailed, RankHung, run_ranks
-
-
-def _reduced(rank: int, world_size: int, factor: float) -> tuple[int, torch.Tensor]:
-    tensor = torch.full((3,), rank + 1.0)
-    dist.all_reduce(tensor)
-    return rank, tensor * factor
-
-
-def test_results_come_in_rank_order() -> None:
-    results = run_ranks(_reduced, 3, 2.0)
-    assert [rank for rank, _ in results] == [0, 1, 2]
-    assert all(torch.equal(tensor, torch.full((3,), 12.0)) for _, tensor in results)
 
 
 def _one_raises(rank: int, world_size: int) -> None:
@@ -40,25 +27,22 @@ def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
         run_ranks(_one_raises, 2)
     assert caught.value.rank == 1
     assert isinstance(caught.value.exception, ValueError)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 15  # The group gives up after 20 s.
 
 
-def _one_dies(rank: int, world_size: int, sign: int | None) -> None:
+def _one_dies(rank: int, world_size: int) -> None:
     if rank == 1:
         print("last words", flush=True)
-        if sign is not None:
-            os.kill(os.getpid(), sign)
-        os._exit(7)
+        os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 
 
-@pytest.mark.parametrize(("sign", "exitcode"), [(None, 7), (signal.SIGSEGV, -11)])
-def test_a_rank_that_dies_is_named_with_its_last_words(sign: int | None, exitcode: int) -> None:
+def test_a_rank_that_dies_is_named_with_its_last_words() -> None:
     began_s = time.monotonic()
-    with pytest.raises(RankDied, match=rf"rank 1 died with exit code {exitcode}[\s\S]*last words") as caught:
-        run_ranks(_one_dies, 2, sign)
-    assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
-    assert time.monotonic() - began_s < 5
+    with pytest.raises(RankDied, match=r"rank 1 died with exit code -11[\s\S]*last words") as caught:
+        run_ranks(_one_dies, 2)
+    assert (caught.value.rank, caught.value.exitcode) == (1, -11)
+    assert time.monotonic() - began_s < 15  # The group gives up after 20 s.
 
 
 def _pid_then_hang(rank: int, world_size: int, folder: Path) -> None:
@@ -81,21 +65,15 @@ def test_a_hang_shows_the_stacks_of_every_rank_and_leaves_no_process(tmp_path: P
             os.kill(int((tmp_path / str(rank)).read_text()), 0)
 
 
-def _warns(rank: int, world_size: int) -> None:
-    warnings.warn("a warning", stacklevel=1)
-
-
-def test_warnings_are_errors() -> None:
-    with pytest.raises(RankFailed, match="UserWarning: a warning"):
-        run_ranks(_warns, 1, backend=None)
-
-
-def _fails_in_a_thread(rank: int, world_size: int) -> None:
+def _is_careless(rank: int, world_size: int) -> None:
+    if rank == 0:
+        warnings.warn("a warning", stacklevel=1)
     thread = threading.Thread(target=[].pop)
     thread.start()
     thread.join()
 
 
-def test_an_exception_in_a_thread_fails_its_rank() -> None:
-    with pytest.raises(RankFailed, match="pop from empty list"):
-        run_ranks(_fails_in_a_thread, 1, backend=None)
+def test_warnings_and_exceptions_in_a_thread_fail_their_rank() -> None:
+    warned, in_thread = run_ranks(_is_careless, 2, backend=None, return_exceptions=True)
+    assert isinstance(warned, UserWarning)
+    assert "pop from empty list" in str(in_thread.__notes__)

@@ -31,10 +31,8 @@ Gradients = list[list[Tensor | None]]
 def check(
     cls: Callable[..., Optimizer],
     *,
-    dtype: torch.dtype = torch.float32,
     only_matrices: bool = False,
     all_have_gradients: bool = False,
-    prepare: Callable[[Optimizer], Any] = lambda optimizer: None,
     **options: Any,
 ) -> dict[str, str]:
     """How an optimizer may be stepped: ``""`` where it comes out as a whole ``step()`` does, otherwise what differs.
@@ -43,10 +41,8 @@ def check(
 
     Args:
         cls: makes the optimizer of groups and ``options``.
-        dtype: of the parameters.
         only_matrices: there are no others, for classes that take no others.
         all_have_gradients: in every step, for classes that need one of every parameter.
-        prepare: is called with each optimizer that is made.
         **options: of ``cls``.
 
     Returns:
@@ -56,10 +52,9 @@ def check(
     """
     shapes = _MATRICES if only_matrices else _GROUPS
     generator = torch.Generator().manual_seed(1)
-    values = [[_random(shape, dtype, generator) * 0.5 for shape in group] for group in shapes]
+    values = [[torch.randn(shape, generator=generator) * 0.5 for shape in group] for group in shapes]
     gradients = [
-        [_gradients(step, group, dtype, generator, all_there=all_have_gradients) for group in values]
-        for step in range(STEPS)
+        [_gradients(step, group, generator, all_there=all_have_gradients) for group in values] for step in range(STEPS)
     ]
 
     def make(pieces: Callable[[int, Tensor], Tensor | None]) -> tuple[Optimizer, list[list[Tensor | None]]]:
@@ -69,7 +64,6 @@ def check(
         if "weight_decay" in options:  # Groups of different options.
             groups[0]["weight_decay"] = 2 * options["weight_decay"]
         optimizer = cls(groups, **options)
-        prepare(optimizer)
         return optimizer, leaves  # type: ignore[return-value]
 
     def tried(parts: Sequence[Callable[[int, Tensor], Tensor | None]]) -> str:
@@ -88,20 +82,14 @@ def check(
         }
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def _gradients(
-    step: int, values: list[Tensor], dtype: torch.dtype, generator: torch.Generator, *, all_there: bool
-) -> list[Tensor | None]:
+def _gradients(step: int, values: list[Tensor], generator: torch.Generator, *, all_there: bool) -> list[Tensor | None]:
     """Away from zero; in step 5 the second parameter of each group has none, and in step 7 no parameter of a group."""
     made: list[Tensor | None] = []
     for place, value in enumerate(values):
         noise = torch.randn(value.shape, generator=generator)
         gradient = (noise + noise.sign() * 0.1) * _SCALES[(step + place) % len(_SCALES)]
         is_there = not (step == 5 and place == 1) and not (step == 7 and len(values) == 3)
-        made.append(gradient.to(dtype) if is_there or all_there else None)
+        made.append(gradient if is_there or all_there else None)
     return made
 
 

@@ -89,7 +89,7 @@ class Timeline:
 
 
 class Stream(Timeline):
-    """Stands for a stream of a device: has the methods of :class:`torch.cuda.Stream`.
+    """Stands for a stream of a device: has those methods of :class:`torch.cuda.Stream` that the library calls.
 
     Args:
         name: its name in reports.
@@ -118,17 +118,6 @@ class Stream(Timeline):
     def wait_event(self, event: Event) -> None:
         if event.moment is not None:  # As on a device, one that was never recorded is not waited for.
             self.join(event.moment)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._host, lambda: self)
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        return False  # It has always something to do, so the host learns nothing.
-
-    def synchronize(self) -> None:
-        self._host.synchronize(f"{self}.synchronize()", self.present())
 
 
 class Host(Timeline):
@@ -165,29 +154,15 @@ class Host(Timeline):
 
 
 class Event:
-    """Stands for an event of a device: has the methods of :class:`torch.cuda.Event`."""
+    """Stands for an event of a device: has those methods of :class:`torch.cuda.Event` that the library calls."""
 
     def __init__(self, host: Host, current_stream: Callable[[], Stream]) -> None:
         self.moment: Moment | None = None
         self._host = host
         self._current_stream = current_stream
-        self._was_asked = False
 
     def record(self, stream: Stream | None = None) -> None:
         self.moment = (stream or self._current_stream()).present()
-        self._was_asked = False
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._current_stream()).wait_event(self)
-
-    def query(self) -> bool:
-        """Not there when first asked, and there from then on, so that callers meet both."""
-        if self.moment is None:
-            return True
-        is_there, self._was_asked = self._was_asked, True
-        if is_there:
-            self._host.join(self.moment)
-        return is_there
 
     def synchronize(self) -> None:
         if self.moment is not None:

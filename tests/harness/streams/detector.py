@@ -185,28 +185,19 @@ class Detector:
             if is_host_synchronization(operator, args):
                 self.host.synchronize(str(operator), self.current_stream.present())
             if any(memory.is_host for memory in given):
-                reads = self._copied_or_scalar(operator, args, kwargs, reads, found.writes)
+                self._copied(operator, args, kwargs, given)
         access = self.access(
             self.host if on_host else self.current_stream, str(operator), reads=reads, writes=found.writes
         )
         for tensor in found.made:
             self.allocator.allocated(tensor.untyped_storage(), access, is_host=on_host)
 
-    def _copied_or_scalar(
-        self, operator: Any, args: Any, kwargs: Any, reads: list[Tensor], writes: list[Tensor]
-    ) -> list[Tensor]:
-        """For an operator with tensors of both the host and the device: what is left to read on the stream."""
-        if operator.overloadpacket in _COPIES:
-            memories = [self.memory(tensor) for tensor in (*reads, *writes) if self.memory(tensor).is_host]
-            is_non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-            if not is_non_blocking or not all(memory.is_pinned for memory in memories):
-                self.host.synchronize(f"{operator} between host and device", self.current_stream.present())
-            return reads
-        on_host = [tensor for tensor in reads if self.memory(tensor).is_host]
-        # The value of a number on the host goes to the device with the kernel.
-        assert all(tensor.ndim == 0 for tensor in on_host), f"{operator}: tensors of the host and of the device"
-        self.access(self.host, str(operator), reads=on_host)
-        return [tensor for tensor in reads if not self.memory(tensor).is_host]
+    def _copied(self, operator: Any, args: Any, kwargs: Any, memories: list[Memory]) -> None:
+        """An operator with tensors of both the host and the device: a copy."""
+        assert operator.overloadpacket in _COPIES, f"{operator}: tensors of the host and of the device"
+        is_non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        if not is_non_blocking or not all(memory.is_pinned for memory in memories if memory.is_host):
+            self.host.synchronize(f"{operator} between host and device", self.current_stream.present())
 
     def read_by_host(self, tensor: Tensor, what: str) -> None:
         """The host reads values: it waits if they are a device's."""

@@ -13,7 +13,6 @@ waits are missing. Messages between two ranks are there when they are waited for
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -65,15 +64,6 @@ class StreamWork(dist.Work):
         self._held.clear()
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Tensor]:
-        return self._result
-
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             self._arrive()
@@ -103,7 +93,6 @@ class StreamGroup(dist.ProcessGroup):
         self._size = size
         self._values = values
         self._stream: tuple[Detector, Stream] | None = None
-        self._coalesced: list[StreamWork] | None = None
 
     def size(self) -> int:
         return self._size
@@ -115,9 +104,6 @@ class StreamGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._run("allreduce", tensors, (), tensors, opts)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self._run("allreduce_coalesced", tensors, (), tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         is_source = opts is not None and opts.rootRank == self.rank()
@@ -132,18 +118,9 @@ class StreamGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._run("_reduce_scatter_base", [output], [input], output, input, opts)
 
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Any:
-        return self._run("alltoall_base", [output], [input], output, input, output_sizes, input_sizes, opts)
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._run("gather", outputs, inputs, outputs, inputs, opts)
-
     # PyTorch 2.13 renamed them; both names are dispatched to.
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
-    all_to_all_single = alltoall_base
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
         return self._message("send", (), tensors, self._values.send(tensors, dst, tag))
@@ -157,18 +134,6 @@ class StreamGroup(dist.ProcessGroup):
             detector.host.synchronize("barrier", self._communicator(detector).present())
         return StreamWork(None, None, (), ())
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        works, self._coalesced = self._coalesced or [], None
-        stream = None if (detector := active()) is None else self._communicator(detector)
-        return StreamWork(detector, stream, (), (), arrive=lambda: [work.wait() for work in works] and None)
-
-    def abort(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._values.abort()
-
     def shutdown(self) -> None:
         pass
 
@@ -178,10 +143,7 @@ class StreamGroup(dist.ProcessGroup):
         return self._launched(name, list(tensors_in(list(writes))), list(tensors_in(list(reads))), lambda: None)
 
     def _message(self, name: str, writes: Sequence[Tensor], reads: Sequence[Tensor], work: Any) -> Any:
-        launched = self._launched(name, writes, reads, lambda: work.wait() and None)
-        if self._coalesced is not None:
-            self._coalesced.append(launched)
-        return launched
+        return self._launched(name, writes, reads, lambda: work.wait() and None)
 
     def _launched(
         self, name: str, writes: Sequence[Tensor], reads: Sequence[Tensor], arrive: Callable[[], None]

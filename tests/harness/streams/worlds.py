@@ -36,8 +36,6 @@ class _EqualRanks:
                 tensor.mul_(self._size)
         return _DONE
 
-    allreduce_coalesced = allreduce
-
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return _DONE
 
@@ -62,9 +60,6 @@ class _EqualRanks:
         with _disable_current_modes():
             for tensor in tensors:
                 tensor.zero_()
-        return _DONE
-
-    def barrier(self) -> Any:
         return _DONE
 
 
