@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from overlap import Bucket
 
-__all__ = ["add_noise", "centralize", "clip_value", "scale"]
+__all__ = ["centralize", "clip_value", "scale"]
 
 Function = Callable[[Bucket], None]
 
@@ -36,14 +34,3 @@ def centralize(bucket: Bucket) -> None:
     for gradient in bucket.gradients:
         if gradient.dim() > 1 and gradient.numel():
             gradient.sub_(gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True))
-
-
-def add_noise(generator: torch.Generator, *, std: float) -> Function:
-    """Gaussian noise, drawn in the order in which buckets come, which is the same on all ranks."""
-
-    def add_noise(bucket: Bucket) -> None:
-        for gradient in bucket.gradients:
-            noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
-            gradient.add_(noise, alpha=std)
-
-    return add_noise

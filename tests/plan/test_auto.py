@@ -11,7 +11,6 @@ import functools
 import random
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -113,21 +112,20 @@ def _each(cases: dict[str, Callable[[int], None]], rank: int, world_size: int) -
 # Its result ----------------------------------------------------------------------------------------------------------
 
 
-def _end_to_end(rank: int, world_size: int, folder: Path) -> Any:
+def _end_to_end(rank: int, world_size: int) -> Any:
     model = _model()
     with _quick():
         ddp, optim = overlap.auto(model, _adamw(model), sample=_sample(rank), **OPTIONS)
     plan = Plan.of(ddp)
-    plan.save(folder / f"plan{rank}.json")
     assert ddp.module is model
     result = _trained(ddp, optim, rank)
     plain = DistributedDataParallel(_model())
     return plan, result, _trained(plain, _adamw(plain), rank)
 
 
-def test_ranks_that_differ_get_the_same_plan_and_train_as_plain_ddp_does(tmp_path: Path) -> None:
-    (first, result, expected), (second, *_) = run_ranks(_end_to_end, 2, tmp_path)
-    assert first == second == Plan.load(tmp_path / "plan0.json") == Plan.load(tmp_path / "plan1.json")
+def test_ranks_that_differ_get_the_same_plan_and_train_as_plain_ddp_does() -> None:
+    (first, result, expected), (second, *_) = run_ranks(_end_to_end, 2)
+    assert first == second
     assert first.ranks == 2 and first.parameters == 8
     assert {METHODS[row.method].kind for row in first.rows} == {"exact"}
     measured = {row.method: row for row in first.rows if row.measured_ms is not None}
@@ -169,6 +167,7 @@ def _clipped(rank: int) -> None:
     options = {"sample": (x, y), **OPTIONS, "allow": "16-bit", "updates": "step"}
     with _quick(fast="bf16-deferred"):
         ddp, optim = overlap.auto(model, optimizer, **options)
+    assert Plan.of(ddp).method == "bf16-deferred"
     for batch in range(3):
         optim.zero_grad()
         CROSS_ENTROPY(ddp(x), y).backward()
@@ -312,14 +311,12 @@ class _Head(nn.Module):
         return CROSS_ENTROPY(self.scale(output) - self.center, target)
 
 
-def _loss_with_state(rank: int, kind: str) -> None:
+def _loss_with_state(rank: int) -> None:
     model, head = _model(), _Head()
     head.scale.weight.grad = torch.ones(CLASSES, CLASSES)
     before = copy.deepcopy([head.state_dict(), head.scale.weight.grad])
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
-
-    loss = {"method": head.of, "partial": functools.partial(_Head.of, head)}[kind]
-    _chosen(rank, model=model, optimizer=optimizer, loss=loss)
+    _chosen(rank, model=model, optimizer=optimizer, loss=head.of)
     torch.testing.assert_close([head.state_dict(), head.scale.weight.grad], before, rtol=0, atol=0)
     assert head.scale.bias.grad is None
 
@@ -336,7 +333,6 @@ def test_races_of_all_kinds() -> None:
         "each method": _each_method,
         "sharded wins": functools.partial(_winner, method="zero-forward", allow="sharded"),
         "exact wins": functools.partial(_winner, method="step", allow=("sharded", "8-bit", "low-rank")),
-        "deferred wins": functools.partial(_winner, method="bf16-deferred", allow="16-bit", updates="step"),
         "updates in step: the loop clips and skips": _clipped,
         "a model that changes its input": _changes_its_input,
         "sparse gradients": _sparse,
@@ -344,8 +340,7 @@ def test_races_of_all_kinds() -> None:
         "a loss with collectives": _has_collectives,
         "a high learning rate": _does_not_diverge,
         "every bit is left as it was": _left_alone,
-        "a method as loss is copied": functools.partial(_loss_with_state, kind="method"),
-        "a partial as loss is copied": functools.partial(_loss_with_state, kind="partial"),
+        "a method as loss is copied": _loss_with_state,
         "a model that cannot be copied": _uncopyable,
     }
     run_ranks(functools.partial(_each, cases), 2, timeout_s=100)
@@ -468,9 +463,6 @@ def test_an_error_a_difference_and_full_memory_on_one_rank_are_so_on_all() -> No
         "one has bad input": _bad_on_one,
         "models": functools.partial(_differ, words="different models: give the same"),
         "allow": functools.partial(_differ, words="different candidates", allow=["exact", "16-bit"]),
-        "plans": functools.partial(
-            _differ, words=r"different plans, \['ddp', 'step'\]", plan=[_plan("ddp"), _plan("step")]
-        ),
         "plan on one": functools.partial(_differ, words=r"different plans, \['ddp', None\]", plan=[_plan("ddp"), None]),
         "fails before the race": functools.partial(_fails, at_call=2),
         "fails in the race": functools.partial(_fails, at_call=30),
