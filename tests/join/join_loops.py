@@ -11,12 +11,28 @@ from torch import Tensor
 
 from harness import assert_parity
 from harness.models import Case, mean_squared_error
-from overlap import Join
+from overlap import AllReduce, Join, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
 BATCHES = (6, 3, 4, 0)
 # Where an iteration begins: with a forward, or with a batch of join.iterate.
 TOLD_BY = ("forwards", "batches")
+# Of each form of update one way.
+FORMS = {"plain": "forwards", "interleaved": "batches", "deferred": "forwards", "zero": "batches"}
 Body = Callable[[Any, Any, Any, float], None]
+
+
+def make(ddp: Any, form: str, cls: Any = torch.optim.SGD, **defaults: Any) -> Any:
+    """The optimizer of one of ``FORMS``, registered."""
+    if form == "zero":
+        options = {**defaults, "overlap_with_ddp": True, "process_group": ddp.process_group}
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+        chain(ZeroStep(zero)).register(ddp)
+        return zero
+    optimizer = cls(ddp.parameters(), **defaults)
+    if form != "plain":
+        optimizer = OverlappedOptimizer(optimizer)
+        chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
+    return optimizer
 
 
 def plain_body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
@@ -45,14 +61,13 @@ def train_unevenly(
     told_by: str,
     *,
     body: Body = plain_body,
-    joinables: list[Any] | None = None,
     scheduler: Any = None,
     counts: tuple[int, ...] = BATCHES,
     **options: Any,
 ) -> dict[str, Any]:
     """Train under a Join as long as this rank has batches; a snapshot after it."""
-    batches = [case.batch(step, rank) for step in range(counts[rank])]
-    with joined([ddp, optimizer] if joinables is None else joinables, batches, told_by, **options) as iterated:
+    joinables = [ddp, optimizer] if scheduler is None else [ddp, optimizer, scheduler]
+    with joined(joinables, case.batches(rank, steps=counts[rank]), told_by, **options) as iterated:
         for batch in iterated:
             body(ddp, optimizer, batch, 1.0)
             if scheduler is not None:
@@ -71,11 +86,11 @@ def train_with_zero_loss(
 
 
 def snapshot(ddp: Any, optimizer: Any) -> dict[str, Any]:
-    """Copies of what must be the same on every rank."""
-    state = optimizer.state_dict() if optimizer is not None else {}
-    copied: dict[str, Any] = torch.utils._pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.detach().clone(), {"model": ddp.module.state_dict(), "optimizer": state}
-    )
+    """Copies of what must be the same on every rank; no rank has the whole state of a sharded optimizer."""
+    state = {"model": ddp.module.state_dict()}
+    if optimizer is not None and not hasattr(optimizer, "consolidate_state_dict"):
+        state["optimizer"] = optimizer.state_dict()
+    copied: dict[str, Any] = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
     return copied
 
 

@@ -7,23 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from join_loops import TOLD_BY, joined, overlapped_body, snapshot
+from join_loops import TOLD_BY, joined, make, overlapped_body, snapshot
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
-from overlap import AllReduce, ConfigurationError, Join, OverlappedOptimizer, Step, TrainingLoopError, chain
+from overlap import ConfigurationError, Join, TrainingLoopError
 
 _BATCHES = (5, 3)
 
 
 def _batches(rank: int) -> list[Any]:
-    return [BATCH_NORM.batch(step, rank) for step in range(_BATCHES[rank])]
+    return BATCH_NORM.batches(rank, steps=_BATCHES[rank])
 
 
 def _train(batches: list[Any], told_by: str, ran: list[Any], **options: Any) -> Any:
     ddp = wrap(BATCH_NORM.model(), **BATCH_NORM.ddp_options())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
+    optimizer = make(ddp, "interleaved", lr=0.1)
     with joined([ddp, optimizer], batches, told_by, **options) as iterated:
         for batch in iterated:
             overlapped_body(ddp, optimizer, batch, 1.0)
@@ -34,10 +33,9 @@ def _train(batches: list[Any], told_by: str, ran: list[Any], **options: Any) -> 
     return snapshot(ddp, None)
 
 
-def _exhausted(rank: int, world_size: int) -> list[Any]:
-    ended = []
+def _exhausted(rank: int, world_size: int) -> Any:
     ran: list[Any] = []
-    ended.append(_train(_batches(rank), "batches", ran, on_exhausted="stop"))
+    ended = _train(_batches(rank), "batches", ran, on_exhausted="stop")
     assert len(ran) == 3
     with pytest.raises(ConfigurationError, match=r"join\.iterate"):
         _train(_batches(rank), "forwards", [], on_exhausted="stop")

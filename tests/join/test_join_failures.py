@@ -11,36 +11,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import joined, overlapped_body
+from join_loops import FORMS, joined, make, overlapped_body
 
 from harness import RankDied, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import (
-    AllReduce,
-    CollectiveError,
-    OverlappedOptimizer,
-    PeerError,
-    Step,
-    chain,
-)
+from overlap import AllReduce, CollectiveError, PeerError, chain
 
 _TIMEOUT_S = 15
 
 
-def _killed(rank: int, world_size: int, port: int, killed: int, joins: int, registered: bool, told_by: str) -> Any:
-    """Rank ``killed`` ends in its fourth iteration, when rank ``joins`` has run out."""
+def _killed(rank: int, world_size: int, port: int, killed: int, form: str) -> Any:
+    """Rank ``killed`` ends in its fourth iteration, when the other has run out."""
     timeout = datetime.timedelta(seconds=_TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    if registered:
-        optimizer = OverlappedOptimizer(optimizer)
-        chain(AllReduce(), Step(optimizer)).register(ddp)
+    optimizer = make(ddp, form, lr=0.1)
     start_s = time.monotonic()
     try:
-        batches = MLP.batches(rank, steps=2 if rank == joins else 6)
-        with joined([ddp, optimizer], batches, told_by) as iterated:
+        batches = MLP.batches(rank, steps=6 if rank == killed else 2)
+        with joined([ddp, optimizer], batches, FORMS[form]) as iterated:
             for number, batch in enumerate(iterated):
                 if rank == killed and number == 3:
                     os._exit(7)
@@ -53,34 +43,22 @@ def _killed(rank: int, world_size: int, port: int, killed: int, joins: int, regi
     return None
 
 
-@pytest.mark.parametrize(
-    ("killed", "joins", "world_size", "registered", "told_by"),
-    [
-        (0, 1, 2, False, "forwards"),
-        (1, 0, 2, True, "batches"),  # The last with inputs.
-    ],
-)
-def test_a_killed_rank_ends_the_others_before_the_timeout(
-    killed: int, joins: int, world_size: int, registered: bool, told_by: str
-) -> None:
+@pytest.mark.parametrize(("killed", "form"), [(0, "plain"), (1, "interleaved")])
+def test_a_killed_rank_ends_the_others_before_the_timeout(killed: int, form: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    results = run_ranks(
-        _killed, world_size, port, killed, joins, registered, told_by, backend=None, return_exceptions=True,
-        timeout_s=60,
-    )  # fmt: skip
+    results = run_ranks(_killed, 2, port, killed, form, backend=None, return_exceptions=True, timeout_s=60)
     assert isinstance(results.pop(killed), RankDied)
-    for message, took_s in results:
-        assert "no rank has reported an error" in message or "hosts it, has ended" in message, message
-        assert took_s < _TIMEOUT_S - 3, f"not only when the group's timeout has passed: {took_s} s, {message}"
+    ((message, took_s),) = results
+    assert "no rank has reported an error" in message or "hosts it, has ended" in message, message
+    assert took_s < _TIMEOUT_S - 3, f"not only when the group's timeout has passed: {took_s} s, {message}"
 
 
 def _raises(rank: int, world_size: int) -> Any:
     """Rank 1 raises in its third iteration; rank 2 has left by then."""
     ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
+    optimizer = make(ddp, "interleaved", lr=0.1)
     start_s = time.monotonic()
     try:
         with joined([ddp, optimizer], MLP.batches(rank, steps=(6, 5, 1)[rank]), "forwards") as iterated:

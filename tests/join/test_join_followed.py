@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import TOLD_BY, joined
+from join_loops import FORMS, joined, make
 from torch import Tensor, nn
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import (
-    AllReduce,
-    Join,
-    LocalSGD,
-    OverlappedOptimizer,
-    PeerError,
-    Step,
-    TrainingLoopError,
-    UnsupportedError,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    chain,
-)
+from overlap import AllReduce, Join, LocalSGD, PeerError, TrainingLoopError, UnsupportedError, chain
 
 _BATCHES = (6, 3)
 _TIMEOUT_S = 20
 
 
-def _run(joinables: list[Any], batches: list[Any], told_by: str, body: Any, **options: Any) -> None:
-    with joined(joinables, batches, told_by, **options) as iterated:
-        for batch in iterated:
-            body(batch)
-
-
-def _sgd(ddp: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
-
-
-# Local SGD before its start_step is plain DDP.
+_SGD: dict[str, float] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 
 
 # Means over some of the ranks.
@@ -53,7 +31,7 @@ def _divided(rank: int, world_size: int) -> None:
     for subgroup in (None, dist.new_group([0, 1])):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         start_step = 100 if subgroup is None else 0
-        local = LocalSGD(ddp, _sgd(ddp), period=100, start_step=start_step, subgroup=subgroup)
+        local = LocalSGD(ddp, make(ddp, "plain", **_SGD), period=100, start_step=start_step, subgroup=subgroup)
         gradients: list[Tensor] = []
         batches = MLP.batches(rank, steps=2 - rank)
         with joined([ddp, local], batches, "batches", divide_by_initial_world_size=False) as iterated:
@@ -70,70 +48,22 @@ def test_the_divisor_of_a_subgroup_is_the_number_of_its_ranks_with_inputs() -> N
     run_ranks(_divided, 2)
 
 
-# Parameters that no rank used.
-
-
-class _Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.branch, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, is_used: bool) -> Tensor:
-        hidden = self.first(x).relu()
-        return self.last(hidden + self.branch(hidden) if is_used else hidden)
-
-
-def _unused(rank: int, world_size: int) -> None:
-    def train(make: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        ddp = wrap(_Branch(), find_unused_parameters=True, bucket_cap_mb=1e-4)
-        optimizer, joinables, clears = make(ddp)
-        with Join(joinables):
-            for step in range(_BATCHES[rank]):
-                if clears:
-                    optimizer.zero_grad()
-                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-                ddp(x, rank == 1 and step < 2).square().mean().backward()
-                optimizer.step()
-        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
-
-    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.5}
-
-    def plain(ddp: Any) -> Any:
-        return torch.optim.AdamW(ddp.parameters(), **options), [ddp], True
-
-    def zero(ddp: Any, **form: Any) -> Any:
-        made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **options)
-        chain(ZeroStep(made, **form)).register(ddp)
-        return made, [ddp, made], False
-
-    expected = train(plain)
-    assert_parity(train(zero), expected, what="interleaved")
-    assert_parity(train(lambda ddp: zero(ddp, deferred=True)), expected, what="deferred")
-
-
-def test_a_parameter_that_nobody_used_is_not_updated() -> None:
-    run_ranks(_unused, 2)
-
-
 # Hyperparameters.
 
 
 def _with_scheduler(rank: int, world_size: int) -> None:
-    for batches, told_by in (((5, 2), "forwards"), ((3, 2), "batches")):
+    for counts, told_by in (((5, 2), "forwards"), ((3, 2), "batches")):
         ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
-        optimizer = OverlappedOptimizer(_sgd(ddp))
-        chain(AllReduce(), Step(optimizer)).register(ddp)
+        optimizer = make(ddp, "interleaved", **_SGD)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-        def body(batch: Any, ddp: Any = ddp, optimizer: Any = optimizer, scheduler: Any = scheduler) -> None:
-            mean_squared_error(ddp, batch).backward()
-            optimizer.step()
-            scheduler.step()
-
-        words = r"give every scheduler .*Join\(\[ddp, optimizer, sched"
-        with pytest.raises((TrainingLoopError, PeerError), match=words):
-            _run([ddp, optimizer], MLP.batches(rank, steps=batches[rank]), told_by, body)
+        refused = pytest.raises(
+            (TrainingLoopError, PeerError), match=r"give every scheduler .*Join\(\[ddp, optimizer, sched"
+        )
+        with refused, joined([ddp, optimizer], MLP.batches(rank, steps=counts[rank]), told_by) as batches:
+            for batch in batches:
+                mean_squared_error(ddp, batch).backward()
+                optimizer.step()
+                scheduler.step()
 
 
 def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part() -> None:
@@ -148,25 +78,16 @@ def _micro_batches(rank: int, world_size: int) -> None:
 
     def train(form: str, told_by: str | None) -> dict[str, Tensor]:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer: Any = _sgd(ddp)
-        if form == "zero":
-            defaults: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **defaults)
-            chain(ZeroStep(optimizer)).register(ddp)
-        elif form != "plain":
-            optimizer = OverlappedOptimizer(optimizer)
-            chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
+        optimizer = make(ddp, form, **_SGD)
 
         def run(batches: Any) -> None:
             for step, batch in enumerate(batches):
-                scale = 1.0 if step < counts[rank] else 0.0
-                if step % 2 == 0:
-                    if form == "plain":
-                        optimizer.zero_grad()
-                    with ddp.no_sync():
-                        (mean_squared_error(ddp, batch) * scale).backward()
-                else:
-                    (mean_squared_error(ddp, batch) * scale).backward()
+                is_first = step % 2 == 0
+                if is_first and form == "plain":
+                    optimizer.zero_grad()
+                with ddp.no_sync() if is_first else nullcontext():
+                    (mean_squared_error(ddp, batch) * (step < counts[rank])).backward()
+                if not is_first:
                     optimizer.step()
 
         if told_by is None:
@@ -177,7 +98,7 @@ def _micro_batches(rank: int, world_size: int) -> None:
         return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
 
     expected = train("plain", None)
-    for form, told_by in zip(("plain", "step", "deferred", "zero"), itertools.cycle(TOLD_BY), strict=False):
+    for form, told_by in FORMS.items():
         assert_parity(train(form, told_by), expected, what=f"{form}, {told_by}")
 
 
@@ -191,20 +112,18 @@ def test_micro_batches_of_a_rank_that_then_runs_out_are_sent() -> None:
 def _clipped(rank: int, world_size: int) -> None:
     for told_by, scales in (("batches", False), ("forwards", True)):
         ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
-        optimizer = _sgd(ddp)
+        optimizer = make(ddp, "plain", **_SGD)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
-
-        def body(batch: Any, ddp: Any = ddp, optimizer: Any = optimizer, scaler: Any = scaler) -> None:
-            optimizer.zero_grad()
-            scaler.scale(mean_squared_error(ddp, batch)).backward()
-            if not scaler.is_enabled():
-                nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
-            scaler.step(optimizer)
-            scaler.update()
-
         expected = "cannot be changed between backward" if rank == 0 else "rank 0.*cannot be changed"
-        with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=expected):
-            _run([ddp, optimizer], MLP.batches(rank, steps=4 - 2 * rank), told_by, body)
+        refused = pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=expected)
+        with refused, joined([ddp, optimizer], MLP.batches(rank, steps=4 - 2 * rank), told_by) as batches:
+            for batch in batches:
+                optimizer.zero_grad()
+                scaler.scale(mean_squared_error(ddp, batch)).backward()
+                if not scaler.is_enabled():
+                    nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+                scaler.step(optimizer)
+                scaler.update()
 
 
 def test_gradients_that_a_rank_without_inputs_would_step_with_otherwise_are_refused() -> None:
@@ -214,7 +133,7 @@ def test_gradients_that_a_rank_without_inputs_would_step_with_otherwise_are_refu
 # Steps and groups that ranks without inputs cannot follow.
 
 
-def _adds_a_group(rank: int, world_size: int) -> None:
+def _adds_a_group(rank: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     chain(AllReduce()).register(ddp)  # The others learn of the error at once.
     first, *rest = ddp.parameters()
@@ -238,7 +157,7 @@ def _refuses_more(rank: int, world_size: int) -> None:
     with refused, Join([ddp, optimizer, scheduler]):
         scheduler.step(3)  # type: ignore[arg-type]
     with pytest.raises((TrainingLoopError, PeerError), match="add_param_group"):
-        _adds_a_group(rank, world_size)
+        _adds_a_group(rank)
 
 
 def test_what_cannot_be_followed_is_an_error() -> None:
@@ -249,24 +168,18 @@ def test_what_cannot_be_followed_is_an_error() -> None:
 
 
 def _together(rank: int, world_size: int) -> None:
-    for call in ("synchronize", "consolidate_state_dict"):
+    for call, form in (("synchronize", "plain"), ("consolidate_state_dict", "zero")):
         ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
-        made: Any
-        if call == "synchronize":
-            made = LocalSGD(ddp, _sgd(ddp), period=3, start_step=0)
-        else:
-            made = ZeroRedundancyOptimizer(
-                ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True, process_group=ddp.process_group
-            )
-            chain(ZeroStep(made)).register(ddp)
-
-        def body(batch: Any, ddp: Any = ddp, made: Any = made, call: str = call) -> None:
-            mean_squared_error(ddp, batch).backward()
-            made.step()
-            getattr(made, call)()
-
-        with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=rf"{call}.*ranks \[1\] have run out"):
-            _run([ddp, made], MLP.batches(rank, steps=4 - 2 * rank), "batches", body)
+        made = make(ddp, form, **_SGD)
+        if form == "plain":
+            made = LocalSGD(ddp, made, period=3, start_step=0)
+        expected = rf"{call}.*ranks \[1\] have run out"
+        refused = pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=expected)
+        with refused, joined([ddp, made], MLP.batches(rank, steps=4 - 2 * rank), "batches") as batches:
+            for batch in batches:
+                mean_squared_error(ddp, batch).backward()
+                made.step()
+                getattr(made, call)()
 
 
 def test_a_call_of_all_ranks_is_refused_once_a_rank_has_run_out() -> None:

@@ -7,27 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from join_loops import make
 from torch import nn
 
 from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from harness.third_party import DelegatingOptimizer
-from overlap import (
-    AllReduce,
-    ConfigurationError,
-    Join,
-    OverlappedOptimizer,
-    Step,
-    TrainingLoopError,
-    UnsupportedError,
-    chain,
-)
+from overlap import ConfigurationError, Join, TrainingLoopError, UnsupportedError
 
 _BATCH = MLP.batch(0, 0)
 
 
-def _model() -> Any:
-    return wrap(MLP.model(), **MLP.ddp_options())
+def _model(**options: Any) -> Any:
+    return wrap(MLP.model(), **MLP.ddp_options(), **options)
+
+
+def _on_another_group() -> Any:
+    return _model(process_group=torch.distributed.new_group([0, 1]))
 
 
 class _Summing(nn.Linear):
@@ -80,31 +76,25 @@ def test_models_that_cannot_be_joined_are_refused_unless_nothing_is_replayed() -
 
 # Arguments.
 
-ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "no joinable": (lambda ddp: Join([]), "The join context manager requires at least one joinable"),
-    "a plain module": (
-        lambda ddp: Join([ddp.module[0]]),
-        "Linear is not a DistributedDataParallel model; wrap it first",
-    ),
-    "an optimizer alone": (
-        lambda ddp: Join([torch.optim.SGD(ddp.parameters(), lr=0.1)]),
-        "joinable with a process group",
-    ),
-    "unknown on_exhausted": (
+ARGUMENTS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda ddp: Join([]), "The join context manager requires at least one joinable"),
+    (lambda ddp: Join([ddp.module[0]]), "Linear is not a DistributedDataParallel model; wrap it first"),
+    (lambda ddp: Join([torch.optim.SGD(ddp.parameters(), lr=0.1)]), "joinable with a process group"),
+    (
         lambda ddp: Join([ddp], on_exhausted="wait"),  # type: ignore[arg-type]
         "on_exhausted is one of shadow, stop, got 'wait'",
     ),
-    "a wrapper whose steps are not seen": (
+    (
         lambda ddp: Join([ddp, DelegatingOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))]),
         "DelegatingOptimizer runs no step hooks",
     ),
-}
+]
 
 
 def _bad_arguments(rank: int, world_size: int) -> None:
-    for make, message in ARGUMENTS.values():
+    for build, message in ARGUMENTS:
         with pytest.raises((ConfigurationError, UnsupportedError), match=message):
-            make(_model())
+            build(_model())
 
 
 def test_arguments_out_of_range_are_refused() -> None:
@@ -114,14 +104,8 @@ def test_arguments_out_of_range_are_refused() -> None:
 # Loops and blocks. After each of them the model trains as ever.
 
 
-def _on_another_group() -> Any:
-    group = torch.distributed.new_group([0, 1])
-    return wrap(MLP.model(), process_group=group, **MLP.ddp_options())
-
-
 def _nested(ddp: Any, rank: int) -> None:
-    other = _on_another_group()
-    with Join([ddp]), Join([other]), Join([ddp]):
+    with Join([ddp]), Join([_on_another_group()]), Join([ddp]):
         pass
 
 
@@ -142,7 +126,7 @@ def _goes_on(ddp: Any, rank: int) -> None:
 
 
 def _steps_first(ddp: Any, rank: int) -> None:
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = make(ddp, "plain", lr=0.1)
     with Join([ddp, optimizer]):
         for _ in range(2 - rank):
             optimizer.step()
@@ -197,8 +181,7 @@ def test_blocks_that_cannot_be_followed_are_refused_and_leave_the_model_as_it_wa
 def _deferred_loops_that_do_not_step(rank: int, world_size: int) -> None:
     for discards in (False, True):
         ddp = _on_another_group()
-        optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
-        chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
+        optimizer = make(ddp, "deferred", lr=0.1, momentum=0.9)
         refused = pytest.raises(TrainingLoopError, match="under Join a backward cannot be discarded or added to")
         with refused, Join([ddp, optimizer]):
             for step in range(2 + 2 * rank):

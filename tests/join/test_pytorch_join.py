@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import TOLD_BY, joined, overlapped_body, snapshot
+from join_loops import TOLD_BY, joined, make, overlapped_body, snapshot
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import assert_parity, run_ranks, wrap
@@ -20,11 +21,7 @@ from overlap import (
     Joinable,
     JoinHook,
     LocalSGD,
-    OverlappedOptimizer,
-    Step,
     UnsupportedError,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
     chain,
 )
 
@@ -94,33 +91,27 @@ BEHAVIOURS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def _count(join: Any, counters: list[_Counter], number: int, collectives: int) -> None:
+    with join:
+        for _ in range(number):
+            for counter in counters:
+                counter(collectives)
+
+
 def _behaves(rank: int, world_size: int) -> None:
     for kind, join in JOINS.items():
         for name, (number, options) in BEHAVIOURS.items():
             cell, is_enabled = f"{kind}: {name}", options.get("enable", True)
             counts = _BATCHES if is_enabled else (3, 3, 3)  # Without Join ranks must have as many.
             counters, collectives = [_Counter() for _ in range(number)], options.get("collectives", 1)
-
-            def train(
-                join: Any = join,
-                options: Any = options,
-                counters: Any = counters,
-                counts: Any = counts,
-                collectives: int = collectives,
-            ) -> None:
-                with join(counters, **options):
-                    for _ in range(counts[rank]):
-                        for counter in counters:
-                            counter(collectives)
-
             if options.get("throw_on_early_termination"):
                 words = "Rank 0 exhausted all inputs." if rank == 0 else "Detected at least one rank that exhausted"
                 with pytest.raises(RuntimeError, match=re.escape(words)):
-                    train()
+                    _count(join(counters, **options), counters, counts[rank], collectives)
                 dist.barrier()
                 assert [counter.total for counter in counters] == [3.0 * min(counts)] * number, cell
                 continue
-            train()
+            _count(join(counters, **options), counters, counts[rank], collectives)
             taking_part = sum(sum(step < count for count in counts) for step in range(counts[rank]))
             marker = _AFTER if is_enabled and options.get("marks") else _BEFORE
             for counter in counters:
@@ -151,20 +142,11 @@ def test_a_joinable_may_notify_in_every_second_iteration() -> None:
 # Our joinables in PyTorch's Join.
 
 
-def _step(ddp: Any, *, deferred: bool = False) -> Any:
-    optim = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.1))
-    chain(AllReduce(), Step(optim, deferred=deferred)).register(ddp)
-    return optim
-
-
-def _zero_step(ddp: Any) -> Any:
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    chain(ZeroStep(zero)).register(ddp)
-    return zero
+_ADAMW: dict[str, Any] = {"cls": torch.optim.AdamW, "lr": 0.01, "weight_decay": 0.1}
 
 
 def _local_sgd(ddp: Any) -> Any:
-    return LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2)
+    return LocalSGD(ddp, make(ddp, "plain", lr=0.1), period=2)
 
 
 def _in_pytorchs_join(rank: int, world_size: int) -> list[Any]:
@@ -174,18 +156,18 @@ def _in_pytorchs_join(rank: int, world_size: int) -> list[Any]:
                 overlapped_body(ddp, optim, batch, 1.0)
 
     ended = []
-    for make in (_step, _zero_step, _local_sgd):
+    for build in (partial(make, form="interleaved", **_ADAMW), partial(make, form="zero", lr=0.1), _local_sgd):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optim = make(ddp)
+        optim = build(ddp)
         with pytest.raises(ConfigurationError, match=r"comes before its model in PyTorch's Join.*Join\(\[ddp, "):
             train(ddp, optim, TorchJoin([optim, ddp]))
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optim = make(ddp)
+        optim = build(ddp)
         train(ddp, optim, TorchJoin([ddp, optim]))
         ended.append(snapshot(ddp, None))
     for is_method in (True, False):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optim = _step(ddp, deferred=True)
+        optim = make(ddp, "deferred", **_ADAMW)
         train(ddp, optim, ddp.join() if is_method else TorchJoin([ddp, optim]))
         ended.append(snapshot(ddp, optim))
         # Gradients that a joined rank left must not be added to.
