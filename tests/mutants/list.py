@@ -104,7 +104,7 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/wires/feedback.py",
         'errors = summed_errors(states, "error", rank=rank, ranks=ranks)',
         'errors = dict(states[rank % len(states)].get("error", {}))',
-        "resume/test_other_ranks.py",
+        "resume/test_other_ranks.py -k inside_of_others",
     ),
     "the generator of rounding is not saved": Mutant(
         "hooks/wires/feedback.py",

@@ -79,7 +79,6 @@ EXACT = "gathered in backward"
 """The step after a resume is plain DDP's with the plain optimizer, bit for bit."""
 FORMS: dict[str, Callable[[Any], Any]] = {
     EXACT: _zero,
-    "PowerSGD": functools.partial(_step, reducer=_powersgd),
     "Quantize": functools.partial(_step, reducer=lambda: Cast(torch.bfloat16, _feedback())),
     "route": lambda ddp: _zero(ddp, _routed(), gather="forward"),
     "LocalSGD": _local,
