@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
-from step_loops import backward, registered
+from step_loops import assert_equal_ranks, backward, registered
 
 from harness import run_ranks, wrap
 from harness.models import MLP
@@ -43,10 +42,7 @@ def _refused_on_rank_1(rank: int, form: str, refused_step: int) -> None:
     for step in range(refused_step + 1, refused_step + 4):
         backward(ddp, step, rank)
         optimizer.step()
-    for parameter in ddp.parameters():
-        first = parameter.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(parameter, first)
+    assert_equal_ranks(ddp)
 
 
 def _each(rank: int, world_size: int) -> None:
