@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness import wrap
@@ -38,21 +39,22 @@ def overlapped_ddp(case: Case, make: Make, **step_options: Any) -> tuple[Any, Ov
     return ddp, optimizer, chain(AllReduce(), Step(optimizer, **step_options)).register(ddp)
 
 
-def registered(form: str, ddp: Any, make: Any = SGD, **options: Any) -> Any:
+def registered(form: str, ddp: Any, make: Any = SGD, *, parameters: Any = None, **options: Any) -> Any:
     """Registers the stage of ``form`` with ``options`` and returns the optimizer for the loop.
 
     Examples of ``form``: ``zero deferred``, ``automatic``, ``released``, ``zero in forward``, ``zero by parameter``,
     ``zero behind a reducer``.
     """
+    parameters = parameters or ddp.parameters()
     options = {"deferred": "deferred" in form, "release_gradients": "released" in form, **options}
     if form.startswith("zero"):
         partition = "parameter" if "by parameter" in form else None
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), make.func, partition=partition, **make.keywords)
+        zero = ZeroRedundancyOptimizer(parameters, make.func, partition=partition, **make.keywords)
         before = [AllReduce()] if "behind a reducer" in form else []
         gather = "forward" if "in forward" in form else "backward"
         chain(*before, ZeroStep(zero, gather=gather, automatic="automatic" in form, **options)).register(ddp)
         return zero
-    plain = make(ddp.parameters())
+    plain = make(parameters)
     optimizer = plain if "automatic" in form else OverlappedOptimizer(plain)
     chain(AllReduce(), Step(optimizer, **options)).register(ddp)
     return optimizer
@@ -67,6 +69,13 @@ def settle(optimizer: Any) -> None:
 def backward(model: nn.Module, step: int, rank: int) -> None:
     """The backward of one batch."""
     model(*MLP.batch(step, rank).inputs).square().mean().backward()
+
+
+def assert_equal_ranks(ddp: Any) -> None:
+    for parameter in ddp.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(parameter, first)
 
 
 class NoScheduler:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from step_loops import Counting, SignSGD
+from step_loops import Counting, SignSGD, registered, settle
 from tools.check_optimizer import check
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
@@ -24,7 +23,6 @@ from overlap import (
     Step,
     UnsupportedError,
     ZeroRedundancyOptimizer,
-    ZeroStep,
     chain,
     declare,
 )
@@ -164,32 +162,7 @@ def _groups(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [first, *rest]}, {"params": [second], "lr": 0.02}, {"params": [third], "lr": 0.03}]
 
 
-def _step(**options: Any) -> Callable[..., Any]:
-    def build(ddp: Any, cls: Any) -> Any:
-        optimizer = OverlappedOptimizer(cls(_groups(ddp.module)))
-        chain(AllReduce(), Step(optimizer, **options)).register(ddp)
-        return optimizer
-
-    return build
-
-
-def _zero(partition: str | None = None, **options: Any) -> Callable[..., Any]:
-    def build(ddp: Any, cls: Any) -> Any:
-        zero = ZeroRedundancyOptimizer(_groups(ddp.module), cls, overlap_with_ddp=True, partition=partition)
-        chain(ZeroStep(zero, **options)).register(ddp)
-        return zero
-
-    return build
-
-
-FORMS = {
-    "interleaved": _step(),
-    "deferred": _step(deferred=True),
-    "zero, gather in forward": _zero(gather="forward"),
-    "zero, by parameter": _zero("parameter"),
-    "zero, deferred": _zero(deferred=True),
-    "zero alone": lambda ddp, cls: ZeroRedundancyOptimizer(_groups(ddp.module), cls),
-}
+FORMS = ("interleaved", "deferred", "zero in forward", "zero by parameter", "zero deferred", "zero alone")
 
 
 def _options(optimizer: Any) -> list[dict[str, Any]]:
@@ -203,17 +176,20 @@ def _counters(rank: int, world_size: int) -> None:
     for step in range(STEPS):
         plain_step(plain, reference, MLP.batch(step, rank), mean_squared_error)
         histories.append(([p.detach().clone() for p in plain.parameters()], copy.deepcopy(_options(reference))))
-    for name, build in FORMS.items():
+    for name in FORMS:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer = build(ddp, Counting)
+        optimizer: Any = (
+            ZeroRedundancyOptimizer(_groups(ddp.module), Counting)
+            if "alone" in name
+            else registered(name, ddp, functools.partial(Counting), parameters=_groups(ddp.module))
+        )
         for step, (parameters, options) in enumerate(histories):
             if "alone" in name:
                 optimizer.zero_grad()
             mean_squared_error(ddp, MLP.batch(step, rank)).backward()
             assert [group["step"] for group in optimizer.param_groups] == [step] * 3, name
             optimizer.step()
-            if hasattr(optimizer, "wait"):
-                optimizer.wait()
+            settle(optimizer)
             assert_parity([p.detach() for p in ddp.parameters()], parameters, what=f"{name}, step {step}")
             assert_parity(_options(optimizer), options, what=f"groups of {name}, step {step}")
         inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.optimizer

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import ADAMW, SGD, registered, settle
+from step_loops import ADAMW, SGD, assert_equal_ranks, registered, settle
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -399,13 +399,6 @@ KEEPERS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-def _is_same(ddp: Any) -> bool:
-    first = next(ddp.parameters()).detach()
-    gathered = [torch.empty_like(first) for _ in range(2)]
-    torch.distributed.all_gather(gathered, first)
-    return torch.equal(*gathered)
-
-
 def _kept_in_a_stage(rank: int, world_size: int) -> None:
     for what, keep in KEEPERS.items():
         for when in (0, 3):
@@ -426,7 +419,8 @@ def _kept_in_a_stage(rank: int, world_size: int) -> None:
             assert not when or any(held_bytes(ddp)), f"{what} of step {when}: the memory of one bucket is in use"
             kept.clear()
             trains(ddp, optimizer, rank, range(when + 2, when + 5))
-            assert is_released(ddp) and _is_same(ddp), f"{what} of step {when}: released again when nobody keeps it"
+            assert is_released(ddp), f"{what} of step {when}: released again when nobody keeps it"
+            assert_equal_ranks(ddp)
 
 
 def test_a_bucket_that_a_stage_keeps_has_its_memory_until_it_is_dropped() -> None:

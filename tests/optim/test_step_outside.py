@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import SGD, backward, registered
+from step_loops import SGD, assert_equal_ranks, backward, registered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,9 +59,7 @@ def _under_join(rank: int, form: str, *, discards: bool = False) -> None:
             if discards:
                 optimizer.zero_grad()
             optimizer.step()
-    first = [torch.empty_like(ddp.module[0].weight) for _ in range(2)]
-    torch.distributed.all_gather(first, ddp.module[0].weight.detach())
-    assert torch.equal(*first)
+    assert_equal_ranks(ddp)
 
 
 def _skipped(rank: int, world_size: int) -> None:

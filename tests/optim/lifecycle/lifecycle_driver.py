@@ -323,7 +323,6 @@ class Player:
     def __init__(self, form: Form, rank: int) -> None:
         self.form, self.rank = form, rank
         self._pair: Pair | None = None
-        self.calls = 0
 
     def play(self, script: Script) -> Played:
         """Make the calls of ``script`` that can be made; ``difference`` is the same on whether it is on every rank."""
@@ -350,7 +349,6 @@ class Player:
                 found = _on_any_rank(difference)
         finally:
             run.close()
-        self.calls += len(made)
         oracle = run.oracle
         if script.is_warm and found is None and not oracle.has_ended and not oracle.synchronizes_next:
             self._pair = pair
@@ -365,15 +363,11 @@ def _on_any_rank(difference: str | None) -> str | None:
     return difference or "nothing on this rank, but another rank"
 
 
-def search(rank: int, world_size: int, forms: list[Form], seeds: range) -> dict[str, int]:
-    """Play the sequences of ``seeds`` with each form; raises an AssertionError with the first that goes wrong. Returns
-    how many calls were made."""
-    calls = {}
+def search(rank: int, world_size: int, forms: list[Form], seeds: range) -> None:
+    """Play the sequences of ``seeds`` with each form; raises an AssertionError with the first that goes wrong."""
     for form in forms:
         player = Player(form, rank)
         for seed in seeds:
             played = player.play(draw(f"{form}:{seed}"))
             if played.difference is not None:
                 raise AssertionError(f"{form}, seed {seed}:\n  {played.made!r}\n  {played.difference}")
-        calls[form.name] = player.calls
-    return calls
