@@ -82,14 +82,14 @@ def test_every_collective_takes_tensors_of_every_shape() -> None:
 # Refused -----------------------------------------------------------------------------------------------------
 
 
-def test_another_collective_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"barrier cannot be quantized; these can.*all_to_all_single"):
-        auto_quantize(dist.barrier, DQuantType.FP16)
-
-
-def test_another_type_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"qtype is 'fp16': give one of DQuantType\.FP16, DQuantType\.BFP16"):
-        auto_quantize(dist.all_reduce, "fp16")  # type: ignore[arg-type]
+def test_what_makes_no_quantized_collective_is_refused() -> None:
+    for arguments, message in (
+        ((dist.barrier, DQuantType.FP16), r"barrier cannot be quantized; these can.*all_to_all_single"),
+        ((dist.all_reduce, "fp16"), r"qtype is 'fp16': give one of DQuantType\.FP16, DQuantType\.BFP16"),
+        ((dist.all_reduce, DQuantType.FP16, "0.5"), r"quant_loss must be a finite number, got '0.5'"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            auto_quantize(*arguments)
 
 
 def test_pytorchs_own_types_are_taken() -> None:
@@ -99,43 +99,23 @@ def test_pytorchs_own_types_are_taken() -> None:
         assert auto_quantize(dist.all_reduce, kind).__name__ == "all_reduce"  # type: ignore[arg-type]
 
 
-def test_a_loss_that_is_not_a_number_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"quant_loss must be a finite number, got '0.5'"):
-        auto_quantize(dist.all_reduce, DQuantType.FP16, "0.5")  # type: ignore[arg-type]
-
-
-def _gather(*arguments: Any) -> Any:
-    return auto_quantize(dist.all_gather, DQuantType.FP16)(*arguments)
-
-
-def _all_to_all(*arguments: Any) -> Any:
-    return auto_quantize(dist.all_to_all_single, DQuantType.INT8)(*arguments)
-
-
-REFUSED: dict[str, Callable[[int], Any]] = {
-    "tensor_list is a list of 2 tensors, one for each rank, got Tensor": lambda ranks: _gather(
-        torch.ones(2), torch.ones(1)
-    ),
-    "tensor_list has 1 tensors": lambda ranks: _gather([torch.ones(1)], torch.ones(1)),
-    "a tensor of tensor_list has 2 elements, and needs 1": lambda ranks: _gather(
-        [torch.ones(2)] * ranks, torch.ones(1)
-    ),
-    "torch.int64 cannot be quantized": lambda ranks: _gather([torch.ones(1)] * ranks, torch.ones(1, dtype=torch.long)),
-    "PRODUCT cannot be quantized": lambda ranks: auto_quantize(dist.all_reduce, DQuantType.INT8)(
-        torch.ones(1), dist.ReduceOp.PRODUCT
-    ),
-    "done when it returns: leave async_op out": lambda ranks: auto_quantize(dist.all_reduce, DQuantType.INT8)(
-        torch.ones(1), async_op=True
-    ),
-    "cannot be split evenly": lambda ranks: _all_to_all(torch.ones(ranks + 1), torch.ones(ranks + 1)),
-    "output_split_sizes are": lambda ranks: _all_to_all(torch.ones(4), torch.ones(4), [1] * ranks, [2] * ranks),
-}
-
-
 def _refuses(rank: int, ranks: int) -> None:
-    for message, call in REFUSED.items():
+    gather, reduce, exchange = (
+        auto_quantize(one, DQuantType.INT8) for one in (dist.all_gather, dist.all_reduce, dist.all_to_all_single)
+    )
+    one, four, odd = torch.ones(1), torch.ones(4), torch.ones(ranks + 1)
+    for call, message in (
+        (lambda: gather(one, one), "tensor_list is a list of 2 tensors, one for each rank, got Tensor"),
+        (lambda: gather([one], one), "tensor_list has 1 tensors"),
+        (lambda: gather([four] * ranks, one), "a tensor of tensor_list has 4 elements, and needs 1"),
+        (lambda: gather([one] * ranks, one.long()), "torch.int64 cannot be quantized"),
+        (lambda: reduce(one, dist.ReduceOp.PRODUCT), "PRODUCT cannot be quantized"),
+        (lambda: reduce(one, async_op=True), "done when it returns: leave async_op out"),
+        (lambda: exchange(odd, odd), "cannot be split evenly"),
+        (lambda: exchange(four, four, [1] * ranks, [2] * ranks), "output_split_sizes are"),
+    ):
         with pytest.raises((ConfigurationError, UnsupportedError), match=message):
-            call(ranks)
+            call()
 
 
 def test_an_argument_that_does_not_fit_is_named() -> None:

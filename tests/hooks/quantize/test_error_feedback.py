@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -20,26 +19,12 @@ from .given import given, of_ranks, reduced
 SIZES = [3, 500, 1300]
 
 
-def _trained(rank: int, world_size: int, *, steps: int = 2) -> tuple[Quantize, Any]:
+def _trained(rank: int, world_size: int) -> tuple[Quantize, Any]:
     stage = Quantize(Int4(rounding="stochastic"), error_feedback=True)
     ddp = given(SIZES, stage)
-    for step in range(steps):
+    for step in range(2):
         reduced(ddp, of_ranks(world_size, SIZES, step)[rank])
     return stage, ddp
-
-
-def _loaded(rank: int, world_size: int) -> None:
-    stage, ddp = _trained(rank, world_size)
-    saved = pickle.loads(pickle.dumps(stage.state_dict()))
-    again = Quantize(Int4(rounding="stochastic"), error_feedback=True)
-    other = given(SIZES, again)
-    again.load_state_dict(saved)
-    gradients = of_ranks(world_size, SIZES, 20)[rank]
-    assert_parity(reduced(other, gradients), reduced(ddp, gradients), what="after loading")
-
-
-def test_a_stage_that_loads_anothers_state_goes_on_as_that_one_does() -> None:
-    run_ranks(_loaded, 2)
 
 
 def _fits(rank: int, world_size: int) -> None:
@@ -104,12 +89,8 @@ def test_a_step_that_is_not_finite_on_one_rank_or_fails_changes_no_ranks_memory(
     run_ranks(_untouched, 2)
 
 
-def _all_delivered(rank: int, world_size: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        _delivered(rank, world_size, dtype)
-
-
-def _delivered(rank: int, world_size: int, dtype: torch.dtype) -> None:
+def _delivered(rank: int, world_size: int) -> None:
+    dtype = torch.bfloat16  # ../wires/test_sum.py has float32.
     stage = Quantize(Int4(), error_feedback=True)
     ddp = given(SIZES, stage, dtype)
     true, delivered = ([torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(2))
@@ -127,4 +108,4 @@ def _delivered(rank: int, world_size: int, dtype: torch.dtype) -> None:
 
 
 def test_error_feedback_loses_nothing_nor_does_rounding_to_the_gradients_dtype() -> None:
-    run_ranks(_all_delivered, 2)
+    run_ranks(_delivered, 2)
