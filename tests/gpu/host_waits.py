@@ -25,8 +25,8 @@ from streams.scenarios import Scenario, step
 _LABEL = "overlap::"
 
 
-def waits_within(events: Sequence[Mapping[str, Any]], label: str = _LABEL) -> dict[str, list[str]]:
-    """The waiting calls in a Chrome trace that begin within the host's ranges whose name begins with `label`, by name.
+def waits_within(events: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The waiting calls in a Chrome trace that begin within the library's ranges of the host, by name.
 
     A range is that of its thread: other threads may wait meanwhile.
 
@@ -35,9 +35,9 @@ def waits_within(events: Sequence[Mapping[str, Any]], label: str = _LABEL) -> di
     """
     # The same labels are in the trace a second time, around what the GPU did for them.
     labels = ("cpu_op", "user_annotation")
-    ranges = [event for event in events if event.get("cat") in labels and str(event["name"]).startswith(label)]
+    ranges = [event for event in events if event.get("cat") in labels and str(event["name"]).startswith(_LABEL)]
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    assert ranges, f"the trace has no range {label}...: nothing was watched"
+    assert ranges, f"the trace has no range {_LABEL}...: nothing was watched"
     assert calls, "the trace has no call of the CUDA runtime: nothing was watched"
     found: dict[str, list[str]] = {}
     for call in calls:

@@ -30,17 +30,24 @@ class _Simple(Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         self.begin()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.update(parameter, parameter.grad, self.state[parameter], group)
-        return loss
+
+
+class _Adam(_Simple):
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 @declare("element")
@@ -63,18 +70,8 @@ class Lion(_Simple):
 
 
 @declare("parameter")
-class LAMB(_Simple):
+class LAMB(_Adam):
     """You et al. 2019, https://arxiv.org/abs/1904.00962: each layer's step is scaled by a ratio of whole norms."""
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-2,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -119,11 +116,7 @@ class Prodigy(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "d": d0, "numerator": 0.0, "k": 0})
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         first = self.param_groups[0]
         d, lr, (beta1, beta2) = first["d"], first["lr"], first["betas"]
         numerator, denominator = first["numerator"] * beta2**0.5, 0.0
@@ -147,11 +140,10 @@ class Prodigy(Optimizer):
         for parameter in pending:
             state = self.state[parameter]
             parameter.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(d * 1e-8), value=-d * lr)
-        return loss
 
 
 @declare("parameter")
-class BlockwiseAdamW(_Simple):
+class BlockwiseAdamW(_Adam):
     """AdamW whose moments are kept in 8 bits, as in Dettmers et al. 2021, https://arxiv.org/abs/2110.02861.
 
     A moment is int8 (`state1`, `state2`) with one `absmax` per block of the flattened parameter, rounded to the
@@ -159,16 +151,6 @@ class BlockwiseAdamW(_Simple):
     """
 
     BLOCK = 64
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -204,11 +186,8 @@ class BlockwiseAdamW(_Simple):
 class SGLD(_Simple):
     """Welling and Teh 2011: SGD with Gaussian noise, drawn in `step` from torch's global generator."""
 
-    def __init__(self, params: Params, lr: float = 1e-2, noise: float = 1e-3) -> None:
-        super().__init__(params, lr=lr, noise=noise)
-
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        parameter.add_(gradient, alpha=-group["lr"]).add_(torch.randn_like(parameter), alpha=group["noise"])
+        parameter.add_(gradient, alpha=-group["lr"]).add_(torch.randn_like(parameter), alpha=1e-3)
 
 
 class _Counter:
@@ -241,16 +220,15 @@ class Lookahead(Optimizer):
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if not self.slow:
             self.slow = {parameter: parameter.clone() for parameter in parameters}
-        loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        self.optimizer.step()
         self.calls += 1
         if self.calls % self.k == 0:
             for parameter in parameters:
                 parameter.copy_(self.slow[parameter].lerp_(parameter, self.alpha))
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -282,15 +260,6 @@ class SAM(Optimizer):
         self.base_optimizer.step()
         if zero_grad:
             self.zero_grad()
-
-    def step(self, closure: Closure | None = None) -> Any:
-        if closure is None:
-            raise RuntimeError("SAM needs a closure")
-        closure = torch.enable_grad()(closure)
-        self.first_step(zero_grad=True)
-        loss = closure()
-        self.second_step()
-        return loss
 
     def _pending(self) -> list[tuple[Tensor, Tensor]]:
         return [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -354,7 +323,7 @@ class PropertyWrapper(Optimizer):
         return self.wrapped.step
 
 
-def patch_step(optimizer: Optimizer, *, decay: float = 0.01) -> Optimizer:
+def patch_step(optimizer: Optimizer) -> Optimizer:
     """`optimizer` itself, its `step` replaced on the instance by one that decays all weights first."""
     plain = optimizer.step
 
@@ -362,7 +331,7 @@ def patch_step(optimizer: Optimizer, *, decay: float = 0.01) -> Optimizer:
     def step(self: Optimizer, closure: Closure | None = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.mul_(1 - decay)
+                parameter.mul_(0.99)
         return plain() if closure is None else plain(closure)
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]

@@ -54,7 +54,6 @@ def train(
     batches: Iterable[Batch],
     *,
     step_fn: Step = plain_step,
-    loss_of: Loss = mean_squared_error,
     scheduler: Callable[[Any], Any] | None = None,
     gradients: bool = False,
     min_buckets: int = 2,
@@ -68,7 +67,7 @@ def train(
     schedule = (scheduler or _falling_rate)(optimizer)
     records = []
     for step, batch in enumerate(batches):
-        loss = step_fn(ddp, optimizer, batch, loss_of)
+        loss = step_fn(ddp, optimizer, batch, mean_squared_error)
         schedule.step()
         records.append(_record(step, loss, ddp, optimizer, gradients=gradients))
     if len(records) >= 3:

@@ -25,7 +25,6 @@ from overlap import (
     ZeroStep,
     as_stage,
     chain,
-    route,
 )
 
 from . import loops
@@ -140,9 +139,6 @@ SCENARIOS: dict[str, Scenario] = {
     "all-reduce, interleaved": Scenario(build=step(AllReduce), plain=adamw),
     "4 bits, feedback, interleaved": Scenario(build=step(_four_bits)),
     "factors, interleaved": Scenario(build=step(_factors), as_on_host=False),
-    "routes, sharded, in the next forward": Scenario(
-        build=zero(lambda: route({"*embedding*": AllReduce(), "*.weight": _four_bits(), "*": AllReduce()}))
-    ),
     # Updates.
     "two updates, deferred": Scenario(
         build=step(AllReduce, optimizers=muon_and_adamw, deferred=True), plain=muon_and_adamw
@@ -161,7 +157,6 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "quantized collectives": Scenario(build=adamw, loop=loops.quantizes),
     "released": Scenario(build=step(AllReduce, release_gradients=True), model=Deep, ddp=_VIEWS, plain=adamw),
-    "released, sharded": Scenario(build=zero(release_gradients=True), model=Deep, ddp=_VIEWS, plain=adamw),
     "released, on two streams": Scenario(
         build=step(AllReduce, release_gradients=True), model=Branches, ddp=_VIEWS, plain=adamw
     ),
