@@ -69,27 +69,16 @@ def _results(difference: float, *, accuracy: float = 0.97, chain: str = "step") 
     }
 
 
-@pytest.mark.parametrize(
-    ("chain", "difference", "accuracy", "code", "verdict"),
-    [
+def test_the_verdict_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for chain, difference, accuracy, code, verdict in (
         ("step", 0.0, 0.97, 0, "Equal: "),
         ("step", math.inf, 0.97, 1, "NOT EQUAL: the largest difference is inf"),
         ("int8", 0.1, 0.97, 0, "Compared by accuracy (these gradients are compressed"),
         ("int8", 0.1, 0.9, 1, "LESS ACCURATE"),
-    ],
-)
-def test_the_verdict_and_the_exit_code(
-    chain: str,
-    difference: float,
-    accuracy: float,
-    code: int,
-    verdict: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = _options("--chain", chain, "--output", str(tmp_path))
-    assert present(_results(difference, accuracy=accuracy, chain=chain), options) == code
-    assert verdict in capsys.readouterr().out
+    ):
+        options = _options("--chain", chain, "--output", str(tmp_path))
+        assert present(_results(difference, accuracy=accuracy, chain=chain), options) == code, verdict
+        assert verdict in capsys.readouterr().out
 
 
 def test_the_largest_difference_is_infinite_where_a_value_is_not_finite() -> None:

@@ -129,17 +129,6 @@ def test_a_program_that_is_shown_is_the_smallest_example() -> None:
     assert list(programs) == ["docs/api/index.md"]
 
 
-def test_tables_have_a_header_in_every_column() -> None:
-    """A phone shows an empty header as a grey bar."""
-    tables = {
-        f"{_name(page)}: {header}": header.strip("|").split("|")
-        for page in CHECKED
-        for header in re.findall(r"^(\|.*\|)\n\| *:?-", page.read_text(), re.MULTILINE)
-    }
-    assert tables
-    assert [name for name, cells in tables.items() if not all(cell.strip() for cell in cells)] == []
-
-
 def test_figures_show_the_tables_of_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
     for name, text in importlib.import_module("draw_figures").figures().items():
