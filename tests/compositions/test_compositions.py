@@ -83,12 +83,8 @@ def _trains(name: str, sentence: Sentence, rank: int) -> None:
             for optimizer in by_hand:
                 optimizer.step()
                 optimizer.zero_grad()
-            how = (
-                {}
-                if sentence.tolerance is None
-                else {"exact": False, "reason": "summed rank by rank", **sentence.tolerance}
-            )
-            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{name}, step {step}", **how)
+            trained = list(ddp.parameters()), list(plain.parameters())
+            assert_parity(*trained, what=f"{name}, step {step}", **sentence.tolerance)
     assert all(parameter.isfinite().all() for parameter in ddp.parameters()), name
     assert not any(torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True)), name
 

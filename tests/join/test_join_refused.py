@@ -38,7 +38,21 @@ def _sync_batch_norm() -> Any:
     return synced
 
 
-# Models that cannot be joined.
+# Arguments and models that cannot be joined.
+
+ARGUMENTS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda ddp: Join([]), "The join context manager requires at least one joinable"),
+    (lambda ddp: Join([ddp.module[0]]), "Linear is not a DistributedDataParallel model; wrap it first"),
+    (lambda ddp: Join([torch.optim.SGD(ddp.parameters(), lr=0.1)]), "joinable with a process group"),
+    (
+        lambda ddp: Join([ddp], on_exhausted="wait"),  # type: ignore[arg-type]
+        "on_exhausted is one of shadow, stop, got 'wait'",
+    ),
+    (
+        lambda ddp: Join([ddp, DelegatingOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))]),
+        "DelegatingOptimizer runs no step hooks",
+    ),
+]
 
 
 def _foreign_hook(state, bucket):  # without annotations: DDP compares them with types
@@ -46,6 +60,9 @@ def _foreign_hook(state, bucket):  # without annotations: DDP compares them with
 
 
 def _models(rank: int, world_size: int) -> None:
+    for build, message in ARGUMENTS:
+        with pytest.raises((ConfigurationError, UnsupportedError), match=message):
+            build(_model())
     with pytest.raises(UnsupportedError, match=r'1 is a SyncBatchNorm.*on_exhausted="stop"'):
         Join([_sync_batch_norm()])
     for options in ({"on_exhausted": "stop"}, {"enable": False}):
@@ -70,35 +87,8 @@ def _models(rank: int, world_size: int) -> None:
         Join([_model(), _on_another_group()])
 
 
-def test_models_that_cannot_be_joined_are_refused_unless_nothing_is_replayed() -> None:
+def test_what_cannot_be_joined_is_refused_and_models_only_where_they_are_replayed() -> None:
     run_ranks(_models, 2)
-
-
-# Arguments.
-
-ARGUMENTS: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda ddp: Join([]), "The join context manager requires at least one joinable"),
-    (lambda ddp: Join([ddp.module[0]]), "Linear is not a DistributedDataParallel model; wrap it first"),
-    (lambda ddp: Join([torch.optim.SGD(ddp.parameters(), lr=0.1)]), "joinable with a process group"),
-    (
-        lambda ddp: Join([ddp], on_exhausted="wait"),  # type: ignore[arg-type]
-        "on_exhausted is one of shadow, stop, got 'wait'",
-    ),
-    (
-        lambda ddp: Join([ddp, DelegatingOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))]),
-        "DelegatingOptimizer runs no step hooks",
-    ),
-]
-
-
-def _bad_arguments(rank: int, world_size: int) -> None:
-    for build, message in ARGUMENTS:
-        with pytest.raises((ConfigurationError, UnsupportedError), match=message):
-            build(_model())
-
-
-def test_arguments_out_of_range_are_refused() -> None:
-    run_ranks(_bad_arguments, 1)
 
 
 # Loops and blocks. After each of them the model trains as ever.

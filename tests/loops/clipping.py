@@ -11,7 +11,7 @@ from .corpus import limit, variant
 from .declared import EDITED, OWN_CLIP
 from .forms import CLIPS_AT, CLIPS_ITSELF
 from .models import decay_groups
-from .plain import touched
+from .plain import own_clip, touched
 from .run import Run
 
 # Races, since in few steps the last bit of the norm may be the same.
@@ -37,8 +37,7 @@ def _clip(run: Run, ddp: Any, optimizer: Any) -> None:
 
 def _own_clip(run: Run, ddp: Any, optimizer: Any) -> None:
     if run.form.name not in CLIPS_ITSELF:
-        clip = getattr(optimizer, "clip_grad_norm_", None)
-        clip(CLIPS_AT) if clip else clip_grad_norm_(ddp.parameters(), CLIPS_AT)
+        own_clip(run, ddp, optimizer)
 
 
 _DEEP: dict[str, Any] = {"model": deep, "groups": decay_groups, "steps": 5}

@@ -13,7 +13,7 @@ from .corpus import Declaration, refused, variant
 from .declared import ALREADY_UPDATED, EDITED, MOVED, OWN_CLIP, READ, REPLACED
 from .forms import STEPPED
 from .models import ADAMW
-from .plain import Touch, touched
+from .plain import Touch, own_clip, touched
 from .run import Run
 
 
@@ -66,11 +66,6 @@ def _zero_one(run: Run, ddp: Any, optimizer: Any) -> None:
     next(iter(ddp.parameters())).grad = None
 
 
-def _own_clip(run: Run, ddp: Any, optimizer: Any) -> Any:
-    clip = getattr(optimizer, "clip_grad_norm_", None)
-    return clip(0.05) if clip else clip_grad_norm_(ddp.parameters(), 0.05)
-
-
 def _add(name: str, touch: Touch, *declared: Declaration, **options: Any) -> None:
     variant(touched(before_step=touch), name, *declared, **options)
 
@@ -92,4 +87,4 @@ _add("gradient norms logged", _log, READ)
 _add("get_total_norm, to log the norm", _total_norm, READ)
 _add("one gradient set to None", _zero_one, refused(STEPPED, "the gradient of "), ALREADY_UPDATED)
 _add("clip_grad_norm_, gradients as bucket views", _clip(0.05), EDITED, ddp=_VIEWS)
-_add("a clip with the library's own option", _own_clip, OWN_CLIP, optimizer=ADAMW, steps=3)
+_add("a clip with the library's own option", own_clip, OWN_CLIP, optimizer=ADAMW, steps=3)

@@ -47,9 +47,7 @@ def gan(*, says_so: bool) -> Any:
             criticizes.zero_grad()
             with torch.no_grad():
                 fake = generator(x)
-            loss_d = critic(fake).mean() - critic(y).mean()
-            loss_d.backward()
-            criticizes.step()
+            loss_d = applied(criticizes, critic(fake).mean() - critic(y).mean())
             generates.zero_grad()
             loss_g = -critic(generator(x)).mean()
             with run.skip(criticizes) if says_so else nullcontext():
@@ -79,14 +77,9 @@ def actor_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 def actor_through_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     critic, values = _second(run)
     for x, y in run.batches():
-        values.zero_grad()
-        loss_v = mse_loss(critic(x), y)
-        loss_v.backward()
-        values.step()
+        loss_v = trained(critic, values, x, y)
         optimizer.zero_grad()
-        loss_a = -critic(ddp(x)).mean()
-        loss_a.backward()
-        optimizer.step()
+        loss_a = applied(optimizer, -critic(ddp(x)).mean())
         values.zero_grad()
         yield loss_v, loss_a
 

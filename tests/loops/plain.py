@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grad_norm_
 
 from .corpus import limit, loop, refused
-from .forms import ALL
+from .forms import ALL, CLIPS_AT
 from .run import Run
 
 Touch = Callable[[Run, Any, Any], Any]
@@ -53,12 +54,16 @@ def touched(*, before_forward: Touch | None = None, before_step: Touch | None = 
     return body
 
 
+def own_clip(run: Run, ddp: Any, optimizer: Any) -> Any:
+    """Of the form's optimizer, where it has one."""
+    clip = getattr(optimizer, "clip_grad_norm_", None)
+    return clip(CLIPS_AT) if clip else clip_grad_norm_(ddp.parameters(), CLIPS_AT)
+
+
 @loop("zero_grad() after step()")
 def zero_grad_after(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y))
         optimizer.zero_grad()
         yield loss
 
@@ -67,9 +72,7 @@ def zero_grad_after(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 def zero_grad_to_zero(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad(set_to_none=False)
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y))
         yield loss
 
 
@@ -77,9 +80,7 @@ def zero_grad_to_zero(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 def zero_grad_of_model(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         ddp.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y))
         yield loss
 
 
@@ -88,9 +89,7 @@ def no_zero_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         if run.is_plain or run.form.name in ("hook", "zero alone", "local"):
             optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y))
         yield loss
 
 
@@ -104,9 +103,7 @@ def no_zero_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 )
 def adds_up_for_ever(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, mse_loss(ddp(x), y))
         yield loss
 
 
@@ -129,10 +126,7 @@ def epochs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         batches = list(run.batches(2))
         batches.append(tuple(tensor[:1] for tensor in batches[-1]))
         for x, y in batches:
-            optimizer.zero_grad()
-            loss = mse_loss(ddp(x), y)
-            loss.backward()
-            optimizer.step()
+            loss = trained(ddp, optimizer, x, y)
             yield loss
 
 
@@ -140,10 +134,7 @@ def epochs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 def evaluation(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         ddp.train()
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = trained(ddp, optimizer, x, y)
         ddp.eval()
         with torch.no_grad():
             yield loss, ddp(x), ddp.module(x)
@@ -155,10 +146,7 @@ def evaluation_with_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         ddp.eval()
         seen = mse_loss(ddp(-x), y)
         ddp.train()
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = trained(ddp, optimizer, x, y)
         yield loss, seen
 
 
@@ -168,9 +156,7 @@ def mixup(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         part, order = torch.distributions.Beta(0.8, 0.8).sample(), torch.randperm(len(x))
         optimizer.zero_grad()
         out = ddp(part * x + (1 - part) * x[order])
-        loss = part * mse_loss(out, y) + (1 - part) * mse_loss(out, y[order])
-        loss.backward()
-        optimizer.step()
+        loss = applied(optimizer, part * mse_loss(out, y) + (1 - part) * mse_loss(out, y[order]))
         yield loss
 
 

@@ -27,10 +27,7 @@ def _shared(state: Any) -> Any:
     return box[0]
 
 
-@loop("saved, and resumed with a new model and optimizer", model=batch_norm, optimizer=ADAMW)
-def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    yield from usual(ddp, optimizer, run)
-    saved = _shared({"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer)})
+def _gone_on(ddp: Any, run: Run, saved: Any) -> Iterator[Any]:
     ddp = run.rewrap(ddp)
     for value in ddp.parameters():
         torch.nn.init.zeros_(value)
@@ -38,6 +35,13 @@ def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     optimizer = run.optimizer(ddp)
     run.load(optimizer, saved["optimizer"])
     yield from usual(ddp, optimizer, run)
+
+
+@loop("saved, and resumed with a new model and optimizer", model=batch_norm, optimizer=ADAMW)
+def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+    saved = _shared({"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer)})
+    yield from _gone_on(ddp, run, saved)
 
 
 @loop("resumed from the file that rank 0 of the script wrote", model=batch_norm, optimizer=ADAMW)
@@ -51,11 +55,7 @@ def resumed_from_file(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         dist.barrier()
         saved = torch.load(file, map_location="cpu", weights_only=True)
         dist.barrier()
-    ddp = run.rewrap(ddp)
-    ddp.module.load_state_dict(saved["model"])
-    optimizer = run.optimizer(ddp)
-    run.load(optimizer, saved["optimizer"])
-    yield from usual(ddp, optimizer, run)
+    yield from _gone_on(ddp, run, saved)
 
 
 @loop("the optimizer's state loaded in mid-run, into the same optimizer", optimizer=ADAMW, steps=2)
