@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import FORMS, joined, make
+from join_loops import FORMS, joined, make, train_unevenly
 from torch import Tensor, nn
 
 from harness import assert_parity, run_ranks, wrap
-from harness.models import MLP, mean_squared_error
+from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import AllReduce, Join, LocalSGD, PeerError, TrainingLoopError, UnsupportedError, chain
 
 _BATCHES = (6, 3)
@@ -46,6 +46,25 @@ def _divided(rank: int, world_size: int) -> None:
 
 def test_the_divisor_of_a_subgroup_is_the_number_of_its_ranks_with_inputs() -> None:
     run_ranks(_divided, 2)
+
+
+# Parameters that no rank used.
+
+
+def _unused(rank: int, world_size: int) -> None:
+    """From the fourth step on rank 0 alone has inputs, and every other step leaves the branch unused."""
+    case, options = UNUSED_ON_SOME_RANKS, {"lr": 0.01, "weight_decay": 0.5}
+    models = []
+    for form, told_by in FORMS.items():
+        ddp = wrap(case.model(), **case.ddp_options())
+        optimizer = make(ddp, form, torch.optim.AdamW, **options)
+        models.append(train_unevenly(ddp, optimizer, case, rank, told_by, counts=_BATCHES)["model"])
+    for form, model in zip(list(FORMS)[1:], models[1:], strict=True):
+        assert_parity(model, models[0], what=form)
+
+
+def test_a_parameter_that_nobody_used_is_not_updated() -> None:
+    run_ranks(_unused, 2)
 
 
 # Hyperparameters.
