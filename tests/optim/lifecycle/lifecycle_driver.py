@@ -25,12 +25,11 @@ _BUCKET_CAP_MB = 80 / 2**20
 
 @dataclasses.dataclass
 class Pair:
-    """Two DDP models with the same weights, and whether they have been trained, so that buckets are rebuilt."""
+    """Two DDP models with the same weights, which may have been trained, so that buckets are rebuilt."""
 
     ours: DistributedDataParallel
     reference: DistributedDataParallel
     start: dict[str, Tensor]
-    uses: int = 0
 
     @classmethod
     def make(cls, *, is_warm: bool, releases: bool = False) -> Pair:

@@ -92,27 +92,17 @@ def plain(
 
 
 def local(
-    case: Case,
-    rank: int,
-    *,
-    steps: int,
-    make: Callable[[Any], Any] = sgd,
-    build: Callable[[Any, Any], LocalSGD],
-    zero_grad: bool = True,
-    **ddp_options: Any,
+    case: Case, rank: int, *, steps: int, make: Callable[[Any], Any] = sgd, build: Callable[[Any, Any], LocalSGD]
 ) -> tuple[list[Values], LocalSGD, Any]:
-    ddp = wrap(case.model(), **{**case.ddp_options(), **ddp_options})
+    ddp = wrap(case.model(), **case.ddp_options())
     made = build(ddp, make(ddp.parameters()))
-    return run(case, rank, range(steps), ddp, made, zero_grad=zero_grad), made, ddp
+    return run(case, rank, range(steps), ddp, made), made, ddp
 
 
-def run(
-    case: Case, rank: int, steps: Sequence[int], ddp: Any, made: LocalSGD, *, zero_grad: bool = True
-) -> list[Values]:
+def run(case: Case, rank: int, steps: Sequence[int], ddp: Any, made: LocalSGD) -> list[Values]:
     records = []
     for step in steps:
-        if zero_grad:
-            made.zero_grad()
+        made.zero_grad()
         mean_squared_error(ddp, case.batch(step, rank)).backward()
         made.step()
         records.append(values_of(ddp.module))
