@@ -1,4 +1,4 @@
-"""What a framework's run left, and that two of them are the same in every bit."""
+"""What a framework's run left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["assert_same", "copied", "model_of_two_buckets", "prepare_rank", "state_of"]
+__all__ = ["copied", "model_of_two_buckets", "prepare_rank", "state_of"]
 
 
 def prepare_rank(rank: int, world_size: int) -> None:
@@ -67,20 +67,3 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
             return found
     state = inner.state_dict()
     return {**found, "state": copied(state["state"]), "lr": [group["lr"] for group in state["param_groups"]]}
-
-
-def assert_same(one: Any, other: Any, where: str = "") -> None:
-    """Tensors are equal in every bit, and so is all around them."""
-    if isinstance(one, Tensor):
-        assert isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other), where
-    elif isinstance(one, Mapping):
-        shared = set(one) & set(other)
-        assert set(one) == set(other), f"{where}: {set(one) ^ set(other)}"
-        for key in shared:
-            assert_same(one[key], other[key], f"{where}[{key!r}]")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for place, pair in enumerate(zip(one, other, strict=True)):
-            assert_same(*pair, f"{where}[{place}]")
-    else:
-        assert one == other, f"{where}: {one!r} and {other!r}"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import assert_same, copied, model_of_two_buckets
+from comparing import copied, model_of_two_buckets
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import overlap
-from harness import run_ranks
+from harness import assert_parity, run_ranks
 from overlap.hooks import Stage
 
 __all__ = [
@@ -184,7 +184,7 @@ def replica(
         optimizer.step()
         committed = manager.current_step() > step
         if not committed:
-            assert_same(before, state(), f"{name}, step {step}, which was not committed")
+            assert_parity(state(), before, what=f"{name}, step {step}, which was not committed")
         log.append((step, participants, committed, raised))
     took_s = time.monotonic() - began_s
     manager.shutdown(wait=False)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import assert_same, model_of_two_buckets, prepare_rank, state_of
+from comparing import model_of_two_buckets, prepare_rank, state_of
 from features import FRAMEWORKS
 from forms import optimizer_of, options_of
 from playing import check_row
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness import run_ranks
+from harness import assert_parity, run_ranks
 from overlap import AllReduce, ConfigurationError, Join, Step, chain
 from overlap.hooks.engine.registration import registration_of
 
@@ -108,52 +109,39 @@ def _play(feature: str, form: str, folder: str) -> Any:
     return _left(prepared, form, losses)
 
 
-def _resumed(form: str, folder: str) -> Any:
-    path = f"{folder}/{form}"
+def _saved(form: str, path: str, **options: Any) -> Any:
+    """Trains an epoch, in the midst of which it saves."""
     accelerator = _accelerator()
-    prepared = _prepared(accelerator, form, is_resumed=True)
 
     def save(step: int) -> None:
         if step == SAVED_AFTER:
             accelerator.save_state(path)
 
+    prepared = _prepared(accelerator, form, **options)
     losses = _train(accelerator, prepared, "", after=save)
-    whole = _left(prepared, form, losses[SAVED_AFTER:])
-    again = _accelerator()
-    torch.manual_seed(7)
-    prepared = _prepared(again, form, is_resumed=True)
+    return _left(prepared, form, losses[SAVED_AFTER:])
+
+
+def _loaded(form: str, path: str, **options: Any) -> Any:
+    accelerator = _accelerator()
+    prepared = _prepared(accelerator, form, **options)
     with torch.no_grad():
         for parameter in prepared[0].parameters():
             parameter.zero_()
-    again.load_state(path)
-    losses = _train(again, prepared, "", skip=SAVED_AFTER)
-    return _left(prepared, form, losses), whole
-
-
-def _loaded(accelerator: Any, form: str, path: str) -> Any:
-    prepared = _prepared(accelerator, form)
     accelerator.load_state(path)
     losses = _train(accelerator, prepared, "", skip=SAVED_AFTER)
     return _left(prepared, form, losses)
 
 
-def _saved_and_loaded(form: str, path: str, *, saved_by: str, loaded_by: str) -> Any:
-    accelerator = _accelerator()
-
-    def save(step: int) -> None:
-        if step == SAVED_AFTER:
-            accelerator.save_state(path)
-
-    _train(accelerator, _prepared(accelerator, saved_by), "", after=save)
-    return _loaded(_accelerator(), loaded_by, path)
+def _resumed(form: str, folder: str) -> Any:
+    whole = _saved(form, f"{folder}/{form}", is_resumed=True)
+    return _loaded(form, f"{folder}/{form}", is_resumed=True), whole
 
 
-def _resumed_in_plain(form: str, folder: str) -> Any:
-    return _saved_and_loaded(form, f"{folder}/{form}", saved_by=form, loaded_by="plain")
-
-
-def _resumed_from_plain(form: str, folder: str) -> Any:
-    return _saved_and_loaded(form, f"{folder}/plain-{form}", saved_by="plain", loaded_by=form)
+def _resumed_across(form: str, folder: str, *, is_saved_by_plain: bool) -> Any:
+    path = f"{folder}/{form}"
+    _saved("plain" if is_saved_by_plain else form, path)
+    return _loaded(form if is_saved_by_plain else "plain", path)
 
 
 def _two_models(form: str, folder: str) -> Any:
@@ -198,45 +186,40 @@ def _uneven(form: str, folder: str) -> Any:
     # The default of a scheduler: a step for each process.
     accelerator = _accelerator(step_scheduler_with_optimizer=True, dataloader_config=uneven)
     model, optimizer, loader, scheduler = _prepared(accelerator, form, batches)
+    found = _train_joined(model, optimizer, loader, scheduler, accelerator.backward, schedules=1)
+    assert len(found["losses"]) == (4, 3)[dist.get_rank()]
+    ddp = DistributedDataParallel(model_of_two_buckets(), bucket_cap_mb=0.005)
+    optimizer = optimizer_of("plain", ddp.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    if form == "local":
+        optimizer = options_of(form)["local_sgd"](ddp, optimizer)
+    mine = list(DataLoader(_data(batches), batch_size=4))[dist.get_rank() :: 2]
+    joined = _train_joined(
+        ddp, optimizer, iter(mine), scheduler, torch.Tensor.backward, schedules=dist.get_world_size()
+    )
+    return found, {key: value for key, value in joined.items() if key in found}
+
+
+def _train_joined(
+    model: Any, optimizer: Any, loader: Any, scheduler: Any, backward: Any, *, schedules: int
+) -> dict[str, Any]:
     losses = []
     with Join([model, optimizer, scheduler]) as join:
         for x, y in join.iterate(loader):
             loss = cross_entropy(model(x), y)
             losses.append(loss.detach().clone())
-            accelerator.backward(loss)
+            backward(loss)
             optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    assert len(losses) == (4, 3)[dist.get_rank()]
-    found = {**state_of(model, optimizer), "losses": losses}
-    return found, _joined_loop(form, batches, found)
-
-
-def _joined_loop(form: str, batches: int, like: dict[str, Any]) -> dict[str, Any]:
-    net = model_of_two_buckets()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
-    optimizer, losses = optimizer_of("plain", ddp.parameters()), []
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-    if form == "local":
-        optimizer = options_of(form)["local_sgd"](ddp, optimizer)
-    mine = list(DataLoader(_data(batches), batch_size=4))[dist.get_rank() :: 2]
-    with Join([ddp, optimizer, scheduler]) as join:
-        for x, y in join.iterate(iter(mine)):
-            loss = cross_entropy(ddp(x), y)
-            losses.append(loss.detach().clone())
-            loss.backward()
-            optimizer.step()
-            for _ in range(dist.get_world_size()):
+            for _ in range(schedules):
                 scheduler.step()
             optimizer.zero_grad()
-    joined = {**state_of(net, optimizer), "losses": losses}
-    return {key: value for key, value in joined.items() if key in like}
+    return {**state_of(model, optimizer), "losses": losses}
 
 
 _SPECIAL = {
     "`save_state`, `load_state`": _resumed,
-    "`save_state`, `load_state` in plain Accelerate": _resumed_in_plain,
-    "`save_state` of plain Accelerate, `load_state`": _resumed_from_plain,
+    "`save_state`, `load_state` in plain Accelerate": partial(_resumed_across, is_saved_by_plain=False),
+    "`save_state` of plain Accelerate, `load_state`": partial(_resumed_across, is_saved_by_plain=True),
     "two models, one of them with a chain, and `clip_grad_norm_` of the other": _two_models,
     "another model after `free_memory()`": _another_model,
     "`overlap.Join`, with `even_batches=False`": _uneven,
@@ -270,6 +253,8 @@ def test_a_state_saved_on_one_rank_alone_makes_no_rank_wait_and_is_refused_where
 
 
 def _defer(rank: int, world_size: int) -> list[str]:
+    from overlap.integrations.accelerate import prepare
+
     prepare_rank(rank, world_size)
     said: list[str] = []
     handler = logging.Handler(logging.INFO)
@@ -280,20 +265,14 @@ def _defer(rank: int, world_size: int) -> list[str]:
     for options in ({}, {"deferred": False}, {"deferred": True}):
         accelerator = _accelerator()
         accelerator.scaler = torch.amp.GradScaler("cpu")
+        model = model_of_two_buckets()
+        stages = lambda optimizer: chain(AllReduce(), Step(optimizer, **options))  # noqa: B023, E731
         try:
-            _prepare_with(accelerator, options)
+            prepare(accelerator, model, optimizer_of("interleaved", model.parameters()), chain=stages)
             said.append("prepared")
         except ConfigurationError as error:
             said.append(str(error))
     return said
-
-
-def _prepare_with(accelerator: Any, options: dict[str, Any]) -> None:
-    from overlap.integrations.accelerate import prepare
-
-    model = model_of_two_buckets()
-    optimizer = optimizer_of("interleaved", model.parameters())
-    prepare(accelerator, model, optimizer, chain=lambda optimizer: chain(AllReduce(), Step(optimizer, **options)))
 
 
 def test_a_scaler_defers_an_update_unless_the_chain_rules_that_out() -> None:
@@ -319,7 +298,7 @@ def _remove(rank: int, world_size: int) -> None:
             assert type(prepared[1].optimizer) is torch.optim.AdamW
         losses += _train(accelerator, prepared, "`clip_grad_norm_`")
         left.append({**state_of(prepared[0], prepared[1]), "losses": losses})
-    assert_same(*left)
+    assert_parity(*left, what="with remove()")
 
 
 def test_what_was_prepared_can_be_left_to_accelerate_again() -> None:

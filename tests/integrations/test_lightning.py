@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 from comparing import prepare_rank
 from features import FRAMEWORKS
-from lightning_plays import play
-from lightning_runs import loader_of, module_of, strategy_of, trainer_of
+from lightning_runs import loader_of, module_of, play, strategy_of, trainer_of
 from playing import check_row
 
 from harness import run_ranks

@@ -68,31 +68,24 @@ def test_the_trainer_of_ignite() -> None:
     assert _printed("ignite_trainer.py", "", backend=None) == plain
 
 
-def test_the_loop_of_accelerate(tmp_path: Path) -> None:
-    runs = ["--plain", "", f"--output-dir {tmp_path} --epochs 2", f"--output-dir {tmp_path} --resume 2"]
-    for plain, ours, first, rest in _printed("accelerate_loop.py", *runs):
-        assert len(plain) == 3 and plain == ours
-        assert (len(first), len(rest)) == (2, 1) and first + rest == ours
+RESUMED = {
+    # By example: lines of a whole run, where a run is broken off, and how it is resumed.
+    "accelerate_loop.py": (3, "--epochs 2", "--resume 2"),
+    "lightning_module.py": (2, "--epochs 1", "--resume {folder}/checkpoints/epoch=0-step=4.ckpt"),
+    "hf_trainer.py": (1, "--epochs 1", "--resume"),
+}
 
 
-def test_the_module_of_lightning(tmp_path: Path) -> None:
-    saved = tmp_path / "checkpoints" / "epoch=0-step=4.ckpt"
-    runs = ["--plain", "", f"--output-dir {tmp_path} --epochs 1", f"--resume {saved}"]
-    for plain, ours, first, rest in _printed("lightning_module.py", *runs):
-        assert len(plain) == 2 and plain == ours
-        assert first + rest == ours
-
-
-def test_the_trainer_of_transformers(tmp_path: Path) -> None:
-    runs = ["--plain", "", f"--output-dir {tmp_path} --epochs 1", f"--output-dir {tmp_path} --resume"]
-    for plain, ours, _, rest in _printed("hf_trainer.py", *runs):
-        assert len(plain) == 1 and plain == ours
-        assert _weights(rest) == _weights(ours)
-
-
-def _weights(lines: list[str]) -> str:
-    (line,) = lines
-    return line.partition("weights ")[2]
+@pytest.mark.parametrize("example", RESUMED)
+def test_an_example_learns_as_plain_and_goes_on_from_its_checkpoint(example: str, tmp_path: Path) -> None:
+    lines, stopped, resumed = RESUMED[example]
+    runs = [f"--output-dir {tmp_path} {options.format(folder=tmp_path)}" for options in (stopped, resumed)]
+    for plain, ours, first, rest in _printed(example, "--plain", "", *runs):
+        assert len(plain) == lines and plain == ours
+        if lines == 1:  # At the end of all, with a loss that is the mean over a run.
+            assert rest[0].partition("weights ")[1:] == ours[0].partition("weights ")[1:]
+        else:
+            assert first and rest and first + rest == ours
 
 
 def test_every_example_with_a_framework_is_run() -> None:

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -388,41 +388,43 @@ def test_a_model_without_ddp_is_refused() -> None:
 
 
 class FakeEvent:
-    """Knows its time only when the device has been waited for, as a real one."""
-
-    device_ms = itertools.count(5.0, 2.5)
-    waits: ClassVar[list[str]] = []
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
 
     def record(self, stream: str) -> None:
         assert stream == "current stream of cuda:3"
-        self.at_ms = next(self.device_ms)
+        self.at_ms = next(self.device.now_ms)
 
     def elapsed_time(self, other: FakeEvent) -> float:
-        assert self.waits == ["device"], "read too early"
+        assert self.device.waits, "read too early"
         return other.at_ms - self.at_ms
 
 
-class FakeStreams(DeviceStreams):
+class FakeDevice(DeviceStreams):
+    """Its events know their time only when it has been waited for, as real ones."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.waits = itertools.count(5.0, 2.5), 0
+
     def current_stream(self, device: torch.device) -> str:
         return f"current stream of {device}"
 
     def new_event(self, device: torch.device, *, is_timed: bool) -> FakeEvent:
-        return FakeEvent(enable_timing=is_timed)
+        assert is_timed
+        return FakeEvent(self)
 
     def synchronize(self, device: torch.device) -> None:
-        FakeEvent.waits.append("device")
+        self.waits += 1
 
 
 def test_a_device_is_waited_for_once_when_all_is_recorded() -> None:
     recorder = Recorder(events := EventClock(torch.device("cuda:3")), {})
-    with streams_replaced(FakeStreams()):
+    with streams_replaced(device := FakeDevice()):
         for _ in range(3):
             start, mark, end = events.now(), events.now(), events.now()
             recorder.steps.append(StepRecord(start, end, phases=[("forward", start, mark)]))
-        assert FakeEvent.waits == [], "during the recording"
+        assert device.waits == 0, "during the recording"
         steps = recorder.read(rank=0)
+    assert device.waits == 1
     assert not events.is_host
     assert [(step.step_ms, step.phases[0].end_ms) for step in steps] == [(5.0, 2.5)] * 3
