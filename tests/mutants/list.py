@@ -110,7 +110,7 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/wires/feedback.py",
         "return self._state if self._generator is None else self._generator.get_state()",
         "return self._state",
-        "resume/test_resume_exact.py",
+        "resume/test_train_state.py",
     ),
     "integers are off by half a step": Mutant(
         "hooks/wires/formats.py",
