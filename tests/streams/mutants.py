@@ -91,6 +91,9 @@ MUTANTS: dict[str, Mutant] = {
     "a failed pass ends before its stages": _without(
         f"{_ENGINE}.wavefront:BackwardPass.fail", "self.executor.join()", "fails in a stage"
     ),
+    "a collective that was given up is not waited for": _without(
+        f"{_ENGINE}.executors:StreamExecutor.abandon", "operation.abandon(self.wait)", "fails in a stage"
+    ),
     "a collective is not waited for": _without(
         f"{_ENGINE}.executors:StreamExecutor.wait", "work.wait()", "all-reduce, interleaved"
     ),
