@@ -281,9 +281,7 @@ def _compiled(rank: int, world_size: int) -> None:
             # The compiler's, of tensors between the parts of a graph, where a forward waits for parameters.
             with warnings.catch_warnings(action="ignore", category=UserWarning):
                 got = _train(how, form)
-            assert_parity(
-                got, reference, what=f"{form}, {how}", exact=False, rtol=1e-5, atol=1e-6, reason="compiled kernels"
-            )
+            assert_parity(got, reference, what=f"{form}, {how}", rtol=1e-5, atol=1e-6, reason="compiled kernels")
 
 
 @pytest.mark.filterwarnings("ignore")

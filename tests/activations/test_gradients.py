@@ -199,7 +199,7 @@ def _compiled(rank: int, world_size: int) -> None:
         if name == "plain":
             reference = found
         else:
-            assert_parity(found, reference, what=name, exact=False, rtol=1e-5, atol=1e-6, reason=reason)
+            assert_parity(found, reference, what=name, rtol=1e-5, atol=1e-6, reason=reason)
         if name not in ("plain", "checkpoint"):
             torch._dynamo.reset()
             with pytest.raises(torch._dynamo.exc.Unsupported, match="hooks on saved tensors, which are not traced"):

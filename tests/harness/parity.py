@@ -15,7 +15,6 @@ def assert_parity(
     reference: Any,
     *,
     what: str,
-    exact: bool = True,
     rtol: float = 0.0,
     atol: float = 0.0,
     reason: str | None = None,
@@ -23,25 +22,25 @@ def assert_parity(
     """Fails where two nested structures of tensors and plain values differ, and names the first place.
 
     Structure, key sets, types, dtypes and shapes must be the same. Values must be equal, NaN being equal to
-    NaN, or with `exact=False` and a `reason` within `atol + rtol * abs(reference)`; integers and booleans
-    stay exact.
+    NaN, or with a `reason` within `atol + rtol * abs(reference)`; integers and booleans stay exact.
 
     Raises `ValueError` for a comparison that cannot fail (nothing to compare, a tensor compared with itself)
     and for a tolerance without a reason.
     """
     __tracebackhide__ = True  # pytest would print both structures in full
-    tolerance = _tolerance(exact=exact, rtol=rtol, atol=atol, reason=reason)
+    if (reason is None) != (max(rtol, atol) <= 0):
+        raise ValueError("a tolerance needs a reason: which order of summation, which rounding changes?")
     differences: list[str] = []
     compared = 0
     for path, ours, theirs in _pairs(candidate, reference, ""):
         compared += ours.numel() if isinstance(ours, torch.Tensor) else 1
-        difference = _difference(path, ours, theirs, tolerance)
+        difference = _difference(path, ours, theirs, (rtol, atol))
         if difference is not None:
             differences.append(f"{path or 'the value'}: {difference}")
     if compared == 0:
         raise ValueError(f"{what}: there is nothing to compare, so this comparison could never fail")
     if differences:
-        allowed = "exactly equal" if exact else f"within rtol={rtol:g}, atol={atol:g} ({reason})"
+        allowed = "exactly equal" if reason is None else f"within rtol={rtol:g}, atol={atol:g} ({reason})"
         more = f"\n({len(differences) - 1} more differ)" if len(differences) > 1 else ""
         raise AssertionError(f"{what} should be {allowed}; first difference:\n{differences[0]}{more}")
 
@@ -55,18 +54,6 @@ class _Structure:
 
     def __init__(self, difference: str) -> None:
         self.difference = difference
-
-
-def _tolerance(*, exact: bool, rtol: float, atol: float, reason: str | None) -> tuple[float, float]:
-    if exact:
-        if rtol or atol or reason:
-            raise ValueError(f"rtol={rtol:g}, atol={atol:g}, reason={reason!r} need exact=False")
-        return 0.0, 0.0
-    if not reason:
-        raise ValueError("a tolerance needs a reason: which order of summation, which rounding changes?")
-    if rtol <= 0 and atol <= 0:
-        raise ValueError("exact=False needs an rtol or an atol above 0")
-    return rtol, atol
 
 
 def _pairs(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -88,7 +88,7 @@ def _several_joins(rank: int, world_size: int) -> list[Any]:
             if case is MLP:
                 reference = train_with_zero_loss(plain_ddp, plain, case, rank, body=plain_body, counts=counts)
                 reference = {key: reference[key] for key in ours}
-                assert_parity(ours, reference, what=what, exact=False, rtol=2e-3, atol=2e-4, reason=SUMMATION)
+                assert_parity(ours, reference, what=what, rtol=2e-3, atol=2e-4, reason=SUMMATION)
     return results
 
 

@@ -69,7 +69,6 @@ def _equals_torchs(rank: int, world_size: int, hook: Any, chunk: int | None) -> 
                 result,
                 _as_torch_does([each[index] for each in gradients], chunk),
                 what=f"{hook}, {SIZES[index]}",
-                exact=False,
                 atol=1e-6,
                 reason="the span of values is halved here before it is divided, so that none is too large",
             )

@@ -98,7 +98,7 @@ def _weights(rank: int, world_size: int) -> None:
     for kind in (Join, overlap.Join):
         ddp, _ = _train_unevenly(MLP, rank, "alone", 0, period=4, kind=kind)
         assert_parity(
-            values_of(ddp.module), _by_hand(world_size, is_wired=False), what=kind.__module__, exact=False, rtol=1e-4,
+            values_of(ddp.module), _by_hand(world_size, is_wired=False), what=kind.__module__, rtol=1e-4,
             atol=1e-6, reason="Gloo adds three and more in another order",
         )  # fmt: skip
         ddp, _ = _train_unevenly(MLP, rank, "alone", 0, period=4, kind=kind, **WIRED)

@@ -238,7 +238,7 @@ def _hierarchy(rank: int, world_size: int) -> None:
             values = [sum(values[r // size * size :][:size]) / size for r in range(world_size)]
         own = model.weight.detach().flatten()[:1].double()
         assert_parity(
-            own, torch.tensor([values[rank]], dtype=torch.float64), what=f"step {step}", exact=False, rtol=1e-6,
+            own, torch.tensor([values[rank]], dtype=torch.float64), what=f"step {step}", rtol=1e-6,
             reason="the reference counts in float64",
         )  # fmt: skip
 
@@ -279,7 +279,7 @@ def _hook_parity(rank: int, world_size: int) -> None:
         }.items():
             candidate = train(register, lambda inner: PostLocalSGDOptimizer(inner, PeriodicModelAverager(3, 4)))
             assert_parity(
-                candidate, reference, what=f"{what}, {averages_in_pairs}", exact=False, rtol=1e-4, atol=1e-6,
+                candidate, reference, what=f"{what}, {averages_in_pairs}", rtol=1e-4, atol=1e-6,
                 reason="Gloo adds three and more in another order",
             )  # fmt: skip
         assert ours[0].iter == ours[1].iter == state.iter == 4
