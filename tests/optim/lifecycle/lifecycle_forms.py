@@ -58,8 +58,7 @@ def armed(*, stage: str | None = None, optimizer: bool = False) -> Iterator[None
         ARMS.stage, ARMS.optimizer = None, False
 
 
-@declare("element")
-class ArmedSGD(torch.optim.SGD):
+class _Armed(torch.optim.Optimizer):
     """Raises when armed, before it changes anything."""
 
     def step(self, closure: Any = None) -> Any:
@@ -69,13 +68,11 @@ class ArmedSGD(torch.optim.SGD):
 
 
 @declare("element")
-class ArmedAdamW(torch.optim.AdamW):
-    """As :class:`ArmedSGD`."""
+class ArmedSGD(_Armed, torch.optim.SGD): ...
 
-    def step(self, closure: Any = None) -> Any:
-        if ARMS.optimizer:
-            raise ArmedError("the optimizer")
-        return super().step(closure)
+
+@declare("element")
+class ArmedAdamW(_Armed, torch.optim.AdamW): ...
 
 
 class ArmedReduce(Stage):
@@ -220,12 +217,7 @@ class ZeroForm(Form):
         return True
 
     def optimizer(self, ddp: DistributedDataParallel) -> Any:
-        options = dict(self.make(ddp.parameters()).defaults)
-        kind = type(self.make(ddp.parameters()))
-        accepted = ("lr", "momentum", "weight_decay", "betas", "eps")
-        return ZeroRedundancyOptimizer(
-            ddp.parameters(), kind, **{key: value for key, value in options.items() if key in accepted}
-        )
+        return ZeroRedundancyOptimizer.from_optimizer(self.make(ddp.parameters()))
 
     def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
         options = {"automatic": self.is_automatic, "gather": self.gather, "release_gradients": self.releases}
@@ -250,10 +242,7 @@ class LocalForm(Form):
     is_deferred: bool = True
     can_be_removed = False
     refuses_local = False
-
-    @property
-    def clears(self) -> bool:  # type: ignore[override]
-        return False
+    clears = False
 
     def optimizer(self, ddp: DistributedDataParallel) -> Any:
         return LocalSGD(ddp, self.make(ddp.parameters()), reducer=ArmedReduce(), period=1, start_step=1000)
