@@ -197,11 +197,12 @@ _WIDTH, _LAYERS = 512, 24
 
 def _peak(width: int, **options: Any) -> int:
     torch.manual_seed(0)
+    gc.collect()  # The model before this one would be freed only while this one is measured.
     meter = MemoryMeter(torch.device("cpu"))
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(_LAYERS)))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
     optimizer = registered("zero", ddp, SGD, **options)
-    computing_s = 0.02 if width == _WIDTH else 0  # Longer than reducing, as in models of use.
+    computing_s = 0.02  # Longer than reducing, as in models of use.
     for layer in model:
         layer.bias.register_hook(lambda gradient: time.sleep(computing_s))
     inputs = torch.randn(4, width)
