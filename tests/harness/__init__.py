@@ -5,7 +5,6 @@ from __future__ import annotations
 from ._rank import UNKNOWN_BACKEND
 from .parity import assert_parity
 from .ranks import RankDied, RankFailed, RankHung, WorldError, run_ranks, start_server
-from .spy import bucket_calls
 from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, train, wrap
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "Record",
     "WorldError",
     "assert_parity",
-    "bucket_calls",
     "bucket_sizes_bytes",
     "overlapped_step",
     "plain_step",

@@ -49,60 +49,33 @@ def assert_parity(
 _LEAVES = (torch.Tensor, int, float, str)
 
 
-class _Structure:
-    """A pair that differs in kind or length: stands in for the leaves that cannot be compared."""
-
-    def __init__(self, difference: str) -> None:
-        self.difference = difference
-
-
 def _pairs(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(ours, _LEAVES):
         yield path, ours, theirs
-    elif dataclasses.is_dataclass(ours) and not isinstance(ours, type):
-        if type(ours) is not type(theirs):
-            yield path, _kinds(ours, theirs), None
-            return
+    elif dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
         for field in dataclasses.fields(ours):
             yield from _pairs(getattr(ours, field.name), getattr(theirs, field.name), f"{path}.{field.name}")
-    elif isinstance(ours, Mapping):
-        if not isinstance(theirs, Mapping):
-            yield path, _kinds(ours, theirs), None
-            return
+    elif isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         # Keys that only one side has come last: a value that differs says more.
         for key in (key for key in ours if key in theirs):
             yield from _pairs(ours[key], theirs[key], f"{path}[{key!r}]")
         if ours.keys() != theirs.keys():
-            lacks, adds = (sorted(map(repr, keys)) for keys in (theirs.keys() - ours, ours.keys() - theirs))
-            yield path, _Structure(f"the candidate lacks {lacks} and adds {adds}"), None
-    elif isinstance(ours, Sequence) and not isinstance(ours, bytes):
-        if not isinstance(theirs, Sequence) or isinstance(theirs, str | bytes):
-            yield path, _kinds(ours, theirs), None
-            return
+            added, lacking = (sorted(map(repr, keys)) for keys in (ours.keys() - theirs, theirs.keys() - ours))
+            yield f"{path}, keys that one alone has", added, lacking
+    elif isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(theirs, str | bytes):
         for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            yield from _pairs(one, other, f"{path}[{index}]{_step(one)}")
+            yield from _pairs(one, other, f"{path}[{index}]")
         if len(ours) != len(theirs):
-            yield path, _Structure(f"length {len(ours)} against {len(theirs)}"), None
+            yield f"{path}, lengths", len(ours), len(theirs)
     else:
         yield path, ours, theirs
 
 
-def _step(record: Any) -> str:
-    step = getattr(record, "step", None)
-    return f" (step {step})" if isinstance(step, int) else ""
-
-
-def _kinds(ours: Any, theirs: Any) -> _Structure:
-    return _Structure(f"{type(ours).__name__} against {type(theirs).__name__}")
-
-
 def _difference(path: str, ours: Any, theirs: Any, tolerance: tuple[float, float]) -> str | None:
-    if isinstance(ours, _Structure):
-        return ours.difference
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return _tensor_difference(path, ours.detach(), theirs.detach(), tolerance)
     if type(ours) is not type(theirs):
-        return _kinds(ours, theirs).difference
+        return f"{type(ours).__name__} against {type(theirs).__name__}"
     if isinstance(ours, float):
         same = ours == theirs or (math.isnan(ours) and math.isnan(theirs))
         rtol, atol = tolerance
@@ -129,8 +102,6 @@ def _tensor_difference(
     wrong = ~((ours == theirs) | (ours.isnan() & theirs.isnan()))
     if not wrong.any():
         return None
-    if ours.dtype == torch.bool:
-        return f"{int(wrong.sum())} of {wrong.numel()} differ"
     wide = torch.complex128 if ours.is_complex() else torch.float64
     distance = (ours.to(wide) - theirs.to(wide)).abs()
     rtol, atol = tolerance if ours.is_floating_point() or ours.is_complex() else (0.0, 0.0)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from join_loops import FORMS, joined, make, overlapped_body
 
-from harness import RankDied, run_ranks, wrap
+from harness import RankDied, plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, CollectiveError, PeerError, chain
 
@@ -35,9 +35,7 @@ def _killed(rank: int, world_size: int, port: int, killed: int, form: str) -> An
                 if rank == killed and number == 3:
                     os._exit(7)
                 start_s = time.monotonic()
-                optimizer.zero_grad()
-                mean_squared_error(ddp, batch).backward()
-                optimizer.step()
+                plain_step(ddp, optimizer, batch, mean_squared_error)
     except CollectiveError as error:
         return str(error), time.monotonic() - start_s
     return None

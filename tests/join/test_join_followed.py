@@ -11,7 +11,7 @@ import torch.distributed as dist
 from join_loops import FORMS, joined, make, train_unevenly
 from torch import Tensor, nn
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import AllReduce, Join, LocalSGD, PeerError, TrainingLoopError, UnsupportedError, chain
 
@@ -161,9 +161,7 @@ def _adds_a_group(rank: int) -> None:
         for step in join.iterate(range(_BATCHES[rank])):
             if step == max(_BATCHES) - 1:
                 optimizer.add_param_group({"params": rest})
-            optimizer.zero_grad()
-            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-            optimizer.step()
+            plain_step(ddp, optimizer, MLP.batch(step, rank), mean_squared_error)
 
 
 def _refuses_more(rank: int, world_size: int) -> None:

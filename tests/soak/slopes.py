@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import gc
 import itertools
 import math
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import overlap
-from harness import run_ranks
+from harness import plain_step, run_ranks
 from harness.models import MLP, mean_squared_error
 
 from .forms import FORMS, Form
@@ -56,12 +54,10 @@ class Slope:
 
 def slopes_of(form: str, *, steps: int, samples: int, leak: Leak | None = None) -> tuple[float, dict[str, Slope]]:
     """Milliseconds a step of ``steps`` on two ranks, and for each measure the slope on the rank where it grows most."""
-    with tempfile.TemporaryDirectory(prefix="overlap-slopes-") as folder:
-        begun_s = time.monotonic()
-        args = form, steps // samples, samples, leak, Path(folder)
-        # PyTorch's flight recorder keeps the last 2,000 collectives, and grows until it has as many.
-        env = {"TORCH_FR_BUFFER_SIZE": "0"}
-        ranks = run_ranks(_run, 2, *args, backend=None, timeout_s=60 + steps / 5, env=env)
+    begun_s = time.monotonic()
+    args = form, steps // samples, samples, leak
+    # PyTorch's flight recorder keeps the last 2,000 collectives, and grows until it has as many.
+    ranks = run_ranks(_run, 2, *args, timeout_s=60 + steps / 5, env={"TORCH_FR_BUFFER_SIZE": "0"})
     step_ms = 1000 * (time.monotonic() - begun_s) / steps
     places = [steps // samples * (1 + sample) for sample in range(samples)]
     found = {}
@@ -91,11 +87,8 @@ def fitted(steps: Sequence[float], values: Sequence[float], bound: float) -> Slo
     return Slope(per_step=line.slope, error=widened, grows=grows)
 
 
-def _run(
-    rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak | None, folder: Path
-) -> list[list[float]]:
-    store = _store(rank, folder)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def _run(rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak | None) -> list[list[float]]:
+    store = dist.distributed_c10d._get_default_store()
     form = FORMS[name]
     built = form.made()
     batches = [MLP.batch(step, rank) for step in range(_BATCHES)]
@@ -103,9 +96,7 @@ def _run(
     found = torch.zeros(samples, len(BOUNDS), dtype=torch.float64)
     for block in range(samples):
         for place, batch in enumerate(_block(form, built, rank, ranks, steps, batches)):
-            built.optimizer.zero_grad()
-            mean_squared_error(built.ddp, batch).backward()
-            built.optimizer.step()
+            plain_step(built.ddp, built.optimizer, batch, mean_squared_error)
             if leak is not None:
                 leak(block * steps + place, store)
         overlap.state_dict(built.ddp, built.optimizer)  # And nothing is in flight any more.
@@ -115,7 +106,6 @@ def _run(
     # needs the GIL to let go of a backward's collective.
     del built
     gc.collect()
-    dist.destroy_process_group()
     return found.tolist()
 
 
@@ -128,20 +118,6 @@ def _block(form: Form, built: Any, rank: int, ranks: int, steps: int, batches: l
         return
     with overlap.Join([built.ddp, built.optimizer]) as join:
         yield from join.iterate(loader)
-
-
-def _store(rank: int, folder: Path) -> dist.Store:
-    """The usual one, hosted by rank 0, which writes its port into a file."""
-    timeout = datetime.timedelta(seconds=120)
-    file = folder / "port"
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-        file.with_suffix(".part").write_text(str(store.port))
-        file.with_suffix(".part").rename(file)
-        return store
-    while not file.exists():
-        time.sleep(0.005)
-    return dist.TCPStore("127.0.0.1", int(file.read_text()), None, False, timeout, wait_for_workers=False)
 
 
 def _held(store: dist.Store) -> tuple[float, ...]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness import Record, assert_parity, bucket_calls, run_ranks, train, wrap
+from harness import Record, assert_parity, run_ranks, train, wrap
 from harness.models import TRANSFORMER
 from overlap import PowerSGD, register
 
 
-def _run(rank: int, stage: PowerSGD, *, min_buckets: int = 2, **options: Any) -> list[Record]:
+def _run(rank: int, stage: PowerSGD, *, min_buckets: int = 3, **options: Any) -> list[Record]:
     ddp = wrap(TRANSFORMER.model(), **{**TRANSFORMER.ddp_options(), **options})
     register(ddp, stage)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
@@ -24,9 +24,8 @@ def _many_buckets(rank: int, world_size: int) -> None:
     """One bucket is another order of collectives and other batches, but the same memory by parameter."""
     for alternate in (False, True):
         many, one = (PowerSGD(rank=2, min_compression_rate=1, alternate=alternate) for _ in range(2))
-        with bucket_calls(PowerSGD) as calls:
-            records = _run(rank, many)
-        assert max(calls) >= 2 and many.compression_stats()[0] > 1.5
+        records = _run(rank, many)
+        assert many.compression_stats()[0] > 1.5
         first = copy.deepcopy(records[-1].parameters)
         for parameter in first.values():
             dist.broadcast(parameter, 0)

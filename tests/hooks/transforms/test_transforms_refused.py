@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import run_ranks, wrap
+from harness import plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -116,9 +116,7 @@ def _second_backward(rank: int, world_size: int) -> None:
             continue
         with pytest.raises(TrainingLoopError, match="a second backward began before step"):
             mean_squared_error(ddp, MLP.batch(1, rank)).backward()
-        optimizer.zero_grad()
-        mean_squared_error(ddp, MLP.batch(1, rank)).backward()
-        optimizer.step()
+        plain_step(ddp, optimizer, MLP.batch(1, rank), mean_squared_error)
 
 
 def _skipped_update(rank: int, world_size: int) -> None:

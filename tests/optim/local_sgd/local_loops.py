@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness import run_ranks, wrap
+from harness import plain_step, run_ranks, wrap
 from harness.models import Case, mean_squared_error
 from overlap.optim.local_sgd import LocalSGD
 
@@ -102,8 +102,6 @@ def local(
 def run(case: Case, rank: int, steps: Sequence[int], ddp: Any, made: LocalSGD) -> list[Values]:
     records = []
     for step in steps:
-        made.zero_grad()
-        mean_squared_error(ddp, case.batch(step, rank)).backward()
-        made.step()
+        plain_step(ddp, made, case.batch(step, rank), mean_squared_error)
         records.append(values_of(ddp.module))
     return records

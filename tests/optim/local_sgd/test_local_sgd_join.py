@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import overlap
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import Int4, LocalSGD, TrainingLoopError
 
@@ -75,9 +75,7 @@ def _by_hand(world_size: int, *, is_wired: bool) -> Values:
         steps = [max(0, min(end, BATCHES[other]) - begin) for other in range(world_size)]
         for other, model in enumerate(models):
             for step in range(begin, begin + steps[other]):
-                optimizers[other].zero_grad()
-                mean_squared_error(model, MLP.batch(step, other)).backward()
-                optimizers[other].step()
+                plain_step(model, optimizers[other], MLP.batch(step, other), mean_squared_error)
         changes = []
         for model, own, error in zip(models, steps, errors, strict=True):
             change = _flat(model) - anchor

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as th
 from torch.distributed.algorithms.model_averaging import averagers as theirs
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, wrap
+from harness import assert_parity, plain_step, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import ConfigurationError, Step, chain
 from overlap._torch import classes
@@ -82,9 +82,7 @@ def _averager_parity(rank: int, world_size: int) -> None:
         optimizer = sgd(model.parameters())
         records = []
         for step in range(30):
-            optimizer.zero_grad()
-            mean_squared_error(model, MLP.batch(step, rank)).backward()
-            optimizer.step()
+            plain_step(model, optimizer, MLP.batch(step, rank), mean_squared_error)
             averager.average_parameters(model.parameters())
             records.append(values_of(model))
         return records
