@@ -28,6 +28,7 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
+    declare,
 )
 from overlap._torch.device import DeviceStreams, streams_replaced
 from overlap.hooks.engine.registration import registration_of
@@ -123,9 +124,16 @@ def plain_ddp(rank: int, world_size: int) -> None:
         assert all(bucket.update is None for bucket in step.buckets) and step.phase_ms("optimizer") > 0
 
 
+@declare("element")
+class _Slow(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        time.sleep(0.004)
+        super().step()
+
+
 def reduce_update_and_gather(rank: int, world_size: int) -> None:
     ddp = make_model()
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), _Slow, lr=0.1)
     chain(ZeroStep(zero)).register(ddp)
     with Timeline(ddp) as timeline:
         for step in range(3):
@@ -134,7 +142,7 @@ def reduce_update_and_gather(rank: int, world_size: int) -> None:
     for bucket in timeline.steps[-1].buckets:
         reduce, update, gather = bucket.reduce, bucket.update, bucket.gather
         assert reduce is not None and update is not None and gather is not None
-        assert reduce.end_ms <= update.start_ms < update.end_ms <= gather.start_ms
+        assert update.duration_ms >= 4 and reduce.end_ms <= update.start_ms and update.end_ms <= gather.start_ms
         assert [one.label for one in bucket.collectives()] == ["reduce_scatter", "all_gather"]
         assert bucket.sent_bytes == pytest.approx(2 * bucket.gradient_bytes * (world_size - 1) / world_size, rel=0.02)
 
