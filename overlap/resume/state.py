@@ -5,6 +5,7 @@ Each part of a state has one rule for another number of ranks; see docs/resuming
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,8 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | S
 
     Given what it returned on all ranks, as a list, it loads this rank's; or, if the number of ranks has changed, this
     rank's part as described in ``docs/resuming.md``. Everything is compared by name before anything is changed. A plain
-    optimizer's state loads into an ``OverlappedOptimizer``, and the other way round.
+    optimizer's state loads into an ``OverlappedOptimizer``, and the other way round. Later steps do not change
+    ``state``, so a run can go back to it again.
 
     Args:
         ddp: the model, with the same stages registered as in the run that was saved.
@@ -183,7 +185,8 @@ class Run:
                 optim.prepare_to_load()
                 optim.sharded_state().load_pieces(saved["own"])
             else:
-                _load_in_saved_dtypes(optim, saved["state"])
+                # PyTorch's optimizers keep the tensors that they load, and change them in place.
+                _load_in_saved_dtypes(optim, copy.deepcopy(saved["state"]))
 
     def _check(self, state: State, here: State) -> None:
         """Raises: ConfigurationError: ``state`` is not of this model, whose own is ``here``, or these optimizers."""

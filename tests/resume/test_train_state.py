@@ -147,6 +147,7 @@ def _snapshot(rank: int, folder: Path) -> None:
     overlap.load_state_dict(ddp, optimizer, state)
     _train(rank, ddp, optimizer, range(3, 5))
     assert_parity(overlap.state_dict(ddp, optimizer), end, what="gone back and trained again")
+    assert_parity(state, before, what="a state that was loaded, after later steps")
 
 
 REDUCERS: dict[str, Callable[[], Any]] = {
