@@ -23,8 +23,8 @@ docs_installed := $(VENV)/.installed-docs
 pip := $(bin)/python -m pip --disable-pip-version-check
 install := $(pip) install -qq --no-compile --retries 10 --constraint constraints.txt
 # pip compiles on one core, which is half of the time that an installation takes; this takes all cores. Not every file
-# can be compiled: torch brings one for a newer Python.
-compile = $(@D)/bin/python -m compileall -q -j 0 $(@D)/lib >/dev/null || true
+# can be compiled: torch brings one for a newer Python. The tests of other packages are not imported.
+compile = $(@D)/bin/python -m compileall -q -j 0 -x /tests/ $(@D)/lib >/dev/null || true
 
 with_frameworks := .venv-integrations
 
