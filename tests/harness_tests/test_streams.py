@@ -27,7 +27,7 @@ def _detector() -> Detector:
 
 
 def _beside() -> Stream:
-    """A stream that waits for what has been done."""
+    """A new stream that waits for the current one."""
     side = _detector().new_stream()
     side.wait_stream(current_stream(DEVICE))
     return side

@@ -1,4 +1,4 @@
-"""What a framework's run left."""
+"""The state of a framework's model and optimizer after a run."""
 
 from __future__ import annotations
 

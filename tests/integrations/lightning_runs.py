@@ -1,4 +1,4 @@
-"""A module, its data and a trainer of Lightning, with a chain or without; and what is done in each row of the table."""
+"""A module, its data and a Lightning trainer, with a chain or without, and the run of each row of the table."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def left_by(trainer: Any, module: Any) -> dict[str, Any]:
 
 
 def play(feature: str, form: str, folder: str) -> Any:
-    """What the run of a row leaves; see :func:`playing.check_row`."""
+    """The state after the run of a row; see :func:`playing.check_row`."""
     if feature in SPECIAL:
         return SPECIAL[feature](form, folder)
     options: dict[str, Any] = {}

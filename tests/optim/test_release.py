@@ -217,7 +217,7 @@ def _peak(width: int, **options: Any) -> int:
 
 def _saved(rank: int, world_size: int) -> int:
     for options in ({}, RELEASED):
-        _peak(16, **options)  # What is imported at first use counts for nobody.
+        _peak(16, **options)  # Imports at first use are not measured.
     torch.set_num_threads(1)
     return _peak(_WIDTH) - _peak(_WIDTH, **RELEASED)
 

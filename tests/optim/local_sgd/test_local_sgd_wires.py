@@ -46,7 +46,7 @@ def _by_hand(rank: int, world_size: int) -> None:
         for start_step in (0, 2) if name == "streaming DiLoCo" else (0,):
             made, ddp, by_hand = beside(rank, steps=STEPS, period=PERIOD, start_step=start_step, **options)
             assert by_hand.round and by_hand.errors
-            assert_parity(errors_of(made), by_hand.errors, what=f"{name}: what was left out")
+            assert_parity(errors_of(made), by_hand.errors, what=f"{name}: residuals")
             made.synchronize()
             assert_equal_ranks(ddp.module, f"{name}, synchronized")
 

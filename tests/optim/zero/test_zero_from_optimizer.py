@@ -85,7 +85,7 @@ def _sgd(ddp: Any) -> Any:
     return torch.optim.SGD(ddp.parameters(), lr=0.1)
 
 
-# What was done to an SGD, and a part of the error.
+# An edit of an SGD, and part of the error.
 EDITED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda sgd: sgd.register_step_post_hook(print), r"has the hook .*zero\.register_step_post_hook"),
     (lambda sgd: sgd.register_load_state_dict_pre_hook(print), "has the hook"),
@@ -93,7 +93,7 @@ EDITED: list[tuple[Callable[[Any], Any], str]] = [
     (patch_step, r"step\(\) of this SGD was replaced"),
     (lambda sgd: setattr(sgd, "scale", torch.ones(2)), r"SGD\.scale is .*load_state_dict"),
 ]
-# What is given in place of a plain optimizer, and a part of the error.
+# An argument that is not a plain optimizer, and part of the error.
 GIVEN: list[tuple[Callable[[Any], Any], str]] = [
     (lambda ddp: OverlappedOptimizer(_sgd(ddp)), r"pass the \.optimizer that it wraps"),
     (lambda ddp: FunctionalAdam(list(ddp.parameters())), "plain optimizer.*FunctionalAdam"),
