@@ -127,6 +127,29 @@ def priority_options(backends: str, timeout: timedelta | None = None) -> Any:
     return options
 
 
+def new_group_of(ranks: Sequence[int], name: str, *, backends: str, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of these ``ranks`` of the job, in this order, which they alone make, all at the same time.
+
+    PyTorch names such a group after the number of groups that a rank is in. Ranks in different numbers of groups would
+    wait for each other forever, and a group made anew would find the addresses of the one before. So the name is given,
+    the same on its ranks and new in the job.
+    """
+    module: Any = distributed_c10d
+    named, module._process_group_name = module._process_group_name, lambda ranks, use_hashed_name: name
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backends,
+            pg_options=priority_options(backends, timeout),
+            use_local_synchronization=True,
+            sort_ranks=False,
+        )
+    finally:
+        module._process_group_name = named
+    return made
+
+
 def issued(group: dist.ProcessGroup | Backend) -> int | None:
     """The number of collectives and messages that this rank has issued on ``group``; ``None`` where the backend does
     not count them."""

@@ -11,18 +11,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from overlap._checks import check_flag, check_group, check_whole_number, described, told
 from overlap._torch import classes
-from overlap._torch.c10d import GradBucket, group_timeout
+from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook, as_stage
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage
-from overlap.ranks.machines import check_is_whole_job, own_subgroup, ranks_by_machine
+from overlap.ranks.machines import group_of_machine
 
 __all__ = [
     "PostLocal",
@@ -93,19 +92,17 @@ class PostLocalSGDState(classes.PostLocalSGDState):
         """The ranks that the next local pass averages over; ``None`` if it averages nothing.
 
         Communication, the first time without a ``subgroup``: host names are compared through the store of
-        ``process_group``, and groups are made, on every rank of the job.
+        ``process_group``, and each of its ranks makes the group of its machine.
 
         Raises:
-            ConfigurationError: ``process_group`` lacks ranks of the job, which must make groups together.
+            ConfigurationError: ``process_group`` lacks ranks of a job whose NCCL groups all ranks make together.
         """
         if not self.post_local_gradient_allreduce:
             return None
         if self.subgroup is None:
             own = self.process_group
             whole: dist.ProcessGroup = dist.group.WORLD if own is None else own  # type: ignore[assignment]
-            check_is_whole_job(whole, remedy="make it yourself and pass it as the subgroup")
-            timeout = group_timeout(whole, torch.device("cpu"))
-            self.subgroup = own_subgroup(ranks_by_machine(whole), whole, timeout=timeout)
+            self.subgroup = group_of_machine(whole, remedy="make it yourself and pass it as the subgroup")
         return self.subgroup
 
 

@@ -45,7 +45,7 @@ from overlap._torch.join import leads_torch_join
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
 from overlap.join.adapters import Adapter, Call, DDPAdapter, Hyperparameters, ReplayedGradients, adapter_of, schedule_of
-from overlap.ranks.board import Agreement, Board, explained
+from overlap.ranks.board import Agreement, Board, as_collective_error
 
 __all__ = [
     "Join",
@@ -214,15 +214,9 @@ class Join(base.Join):
                 f'"{"stop" if self._stops else "shadow"}", throw_on_early_termination={self._throws}'
             )
             kept = _kept.get(self._group)
-            of_ranks = agreement.agree([given, kept and kept[0]])
-            for rank, (others, _) in enumerate(of_ranks):
-                if others != of_ranks[0][0]:
-                    raise ConfigurationError(
-                        f"rank {rank} enters Join with {others}, but rank 0 with {of_ranks[0][0]}: every rank must be "
-                        "given the same, in the same order"
-                    )
+            all_are_connected = agreement.agree([given, kept and kept[0]], _compared)
             self.board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
-            if kept is None or any(name != kept[0] for _, name in of_ranks):
+            if kept is None or not all_are_connected:
                 _disconnect(self._group)
                 kept = _kept[self._group] = agreement.name, self.board.connect("polls", purpose=" to enter Join")
             self._channel = kept[1]
@@ -525,6 +519,18 @@ def _group_of(joinables: Sequence[Any]) -> dist.ProcessGroup:
     return group
 
 
+def _compared(of_ranks: list[Any]) -> bool:
+    """Whether all have the same connections of an earlier Join, where they are given the same."""
+    first, kept = of_ranks[0]
+    for rank, (given, _) in enumerate(of_ranks):
+        if given != first:
+            raise ConfigurationError(
+                f"rank {rank} enters Join with {given}, but rank 0 with {first}: every rank must be given the same, in "
+                "the same order"
+            )
+    return kept is not None and all(name == kept for _, name in of_ranks)
+
+
 def _described(joinable: Any) -> str:
     """Its kind and the number of elements of its parameters, for ranks to compare."""
     schedule = schedule_of(joinable)
@@ -543,7 +549,9 @@ def _cause(error: BaseException, board: Board) -> CollectiveError | None:
         return None
     if isinstance(error, OverlapError):
         return board.peer_error() if isinstance(error, CollectiveError) else None
-    return board.peer_error() or (explained(error, "failed under Join") if has_lost_connection(error) else None)
+    return board.peer_error() or (
+        as_collective_error(error, "failed under Join") if has_lost_connection(error) else None
+    )
 
 
 def refuse_before_model(joinable: base.Joinable, model_joins: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,12 +120,7 @@ def auto(
             "models": trained,
             "candidates (allow=, updates=)": candidates,
         }
-        of_ranks = agreement.agree(given)
-        for what in given:
-            values = [of_rank[what] for of_rank in of_ranks]
-            if any(value != values[0] for value in values):
-                shown = f", {values}" if what == "plans" else ""
-                raise ConfigurationError(f"ranks were given different {what}{shown}: give the same on all")
+        agreement.agree(given, _check_alike)
         if plan is None:
             assert sample is not None and loss is not None
             with (
@@ -147,14 +143,22 @@ def auto(
     return ddp, optim
 
 
+def _check_alike(of_ranks: list[dict[str, Any]]) -> None:
+    for what in of_ranks[0]:
+        values = [of_rank[what] for of_rank in of_ranks]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                shown = f", {value} on rank {rank} and {values[0]} on rank 0" if what == "plans" else ""
+                raise ConfigurationError(f"ranks were given different {what}{shown}: give the same on all")
+
+
 def _raced(
     race: Race, candidates: list[str], optimizer: Optimizer, agreement: Agreement, end_s: float, parameters: int
 ) -> Plan:
     """The plan that a race of copies decides."""
     found = {one: obstacle(METHODS[one], optimizer) for one in candidates}
-    notes: dict[str, str] = {}
-    for of_rank in agreement.agree({one: why for one, why in found.items() if why is not None}):
-        notes |= of_rank
+    own = {one: why for one, why in found.items() if why is not None}
+    notes: dict[str, str] = agreement.agree(own, lambda of_ranks: dict(ChainMap(*reversed(of_ranks))))
     last = race.run([one for one in candidates if one not in notes and one != PLAIN], end_s=end_s)
     notes |= race.refused
     rows = [

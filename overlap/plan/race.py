@@ -19,6 +19,7 @@ import contextlib
 import copy
 import gc
 import math
+import operator
 import random
 import statistics
 import sys
@@ -101,6 +102,16 @@ def generators_restored(device: torch.device) -> Iterator[None]:
         torch.set_rng_state(on_cpu)
         if module is not None:
             module.set_rng_state(on_device, device)
+
+
+# What rank 0 decides for all.
+_first = operator.itemgetter(0)
+
+
+def _of_all(found: list[Any]) -> list[Any]:
+    """The first refusal, and the largest of each number."""
+    refusals, numbers = zip(*found, strict=True)
+    return [next(filter(None, refusals), None), list(map(max, zip(*numbers, strict=False)))]
 
 
 class _Lane:
@@ -190,7 +201,7 @@ class Race:
             ConfigurationError: plain DDP does not take the model.
         """
         start_s, plain = time.monotonic(), self._plain()
-        add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s))[0]
+        add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s), _first)
         last_ms = add_ms + FEWEST_ROUNDS * 2 * max(plain.step_ms, _SAMPLE_MS)
         self.samples[PLAIN].append(plain.step_ms)
         field = list(entrants)
@@ -200,7 +211,7 @@ class Race:
             share_s = (end_s - start_s) / heats / len(field)
             for place, one in enumerate(field, 1):
                 # There must be time for a last heat, unless this is it.
-                is_short = self._agreement.agree(1e3 * (end_s - time.monotonic()) < last_ms)[0]
+                is_short = self._agreement.agree(1e3 * (end_s - time.monotonic()) < last_ms, _first)
                 if is_short and not (is_last and one in self.ratios):
                     self.is_complete = False
                     break
@@ -224,22 +235,23 @@ class Race:
             return
         samples = self.samples[candidate] = list[float]()
         ratios = self.ratios[candidate] = list[float]()
-        is_over = False
+        is_over = 0.0
         while len(ratios) < least or not (is_over or len(ratios) >= _MOST_ROUNDS):
             # In turns, so that neither always comes after the other.
             order = [plain, lane] if len(ratios) % 2 == 0 else [lane, plain]
             found = self._together(candidate, partial(self._round, order, until_s))
             if found is None:
                 return
-            is_over = found[0][1]
-            ms = {one: max(times[place] for times, _ in found) for place, one in enumerate(order)}
+            *times, is_over = found
+            ms = dict(zip(order, times, strict=True))
             self.samples[PLAIN].append(ms[plain])
             samples.append(ms[lane])
             ratios.append(ms[lane] / ms[plain])
         self._drop(candidate)
 
-    def _round(self, order: Sequence[_Lane], until_s: float) -> tuple[list[float], bool]:
-        return [self._sample_ms(lane) for lane in order], time.monotonic() >= until_s
+    def _round(self, order: Sequence[_Lane], until_s: float) -> list[float]:
+        times = [self._sample_ms(lane) for lane in order]
+        return [*times, self._agreement.rank == 0 and time.monotonic() >= until_s]
 
     def _add(self, candidate: str) -> _Lane | None:
         """Build ``candidate`` on a copy, and take its first steps; ``None`` where a rank could not."""
@@ -263,20 +275,20 @@ class Race:
             return None
         lane = self._lanes[candidate]
         for _ in range(_WARMUP_STEPS):
-            times = self._together(candidate, lambda: self._sample_ms(lane))
+            times = self._together(candidate, lambda: [self._sample_ms(lane)])
             if times is None:
                 return None
-            if (step_ms := max(times)) > _LONG_MS:
+            if (step_ms := times[0]) > _LONG_MS:
                 break
         lane.step_ms = step_ms
         return lane
 
-    def _together(self, candidate: str, run: Callable[[], Any]) -> list[Any] | None:
-        """The result of ``run`` on each rank; ``None`` where ``candidate`` is refused on one.
+    def _together(self, candidate: str, run: Callable[[], list[float] | None]) -> list[float] | None:
+        """The largest of each number that ``run`` returns on the ranks; ``None`` if one refuses ``candidate``.
 
         Raises: any error that does not refuse it; the other ranks then raise a PeerError.
         """
-        result: Any = None
+        result: list[float] | None = None
         refusal: str | None = None
         failure: Exception | None = None
         try:
@@ -291,15 +303,14 @@ class Race:
                 raise
             # Perhaps the effect of a refusal on another rank. Without the frames, which have the copies.
             failure = error.with_traceback(None)
-        found = self._agreement.agree([refusal, result])
-        first = next((one for one, _ in found if one is not None), None)
+        first, largest = self._agreement.agree([refusal, result or []], _of_all)
         if first is not None:
             self.refused[candidate] = first
             self._abandon(ConfigurationError(first))
             return None
         if failure is not None:
             raise failure
-        return [value for _, value in found]
+        return list(largest)
 
     def _sample_ms(self, lane: _Lane) -> float:
         """Ms a step on this rank; all ranks start together."""

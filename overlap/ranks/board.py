@@ -6,8 +6,8 @@ A rank that fails issues no more collectives, and the others would wait for it i
 ranks talk in the key-value store that the group was made with:
 
 - Before ranks issue collectives together (to register a chain, to build a ZeroRedundancyOptimizer) they *agree*: each
-  writes a small value, or the error that it raises instead, and reads those of the others. Those that come for
-  different purposes learn of it there.
+  writes a small value, or the error that it raises instead. Rank 0 alone reads them, and answers each rank. Ranks that
+  come for different purposes learn of it there.
 - A rank that fails later *reports* its error on the board of its connections, which it then closes, if they are the
   library's own, or on that of its Join.
 - A rank that waits *polls* that board about once a second, and raises a :class:`PeerError` with the failed rank and its
@@ -17,6 +17,9 @@ Boards are named by what is the same on every rank: how often ranks have agreed 
 registration has connected. So an old report is never taken for a new one, and nothing is ever taken back. When
 ranks have agreed, all have closed the boards that they used before in the program's order, and each deletes what it
 wrote there. What a registration or a Join wrote to connect stays: some hundred bytes a rank.
+
+A rank asks the store equally often whatever their number: the last one to come says that all are there, rank 0 reads
+and answers all by one request each, and looks for those that are late when the timeout is over.
 """
 
 from __future__ import annotations
@@ -24,18 +27,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap import errors
 from overlap._torch.c10d import (
     GlooChannel,
     PrefixStore,
@@ -45,14 +51,15 @@ from overlap._torch.c10d import (
     group_timeout,
     has_lost_connection,
 )
-from overlap.errors import CollectiveError, PeerError
+from overlap.errors import CollectiveError, OverlapError, PeerError
 
 __all__ = [
     "Agreement",
     "Board",
+    "PerRank",
+    "add_peer_note",
     "agree",
-    "explain",
-    "explained",
+    "as_collective_error",
     "failures_explained",
     "group_all_reduce",
     "group_broadcast",
@@ -61,14 +68,37 @@ __all__ = [
 ]
 
 _Result = TypeVar("_Result")
+_Calls: TypeAlias = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 _CPU = torch.device("cpu")
-# The pause between two polls of the store: a tenth of the wait so far, within these limits.
-_PAUSES_S = (0.0005, 0.05)
-# How long the rank that has caused a lost connection may take to say so.
+# The pause between two polls of the store: a quarter of the wait so far, within these limits.
+_PAUSES_S = (0.0005, 0.2)
+# How long the rank that has caused a lost connection, or rank 0 when others are late, may take to say so.
 _REPORTING_S = 1.0
 _FAILED, _PURPOSE = "failed", "purpose"
 _NO_REPORT = "no rank has reported an error"
+
+
+class PerRank(list[Any]):
+    """The answers to an agreement, in the order of ranks, of which each rank gets its own."""
+
+
+_Decide = Callable[[list[Any]], Any]
+
+
+def _nothing(values: list[Any]) -> None:
+    """What rank 0 decides where ranks only wait for each other."""
+
+
+def _answers(decide: _Decide, values: list[Any]) -> list[str]:
+    """For each rank, the kind of an error and its text, or ``None`` and what was decided."""
+    try:
+        decided = decide(values)
+    except OverlapError as error:
+        return [json.dumps([type(error).__name__, str(error)])] * len(values)
+    if isinstance(decided, PerRank):
+        return [json.dumps([None, each]) for each in decided]
+    return [json.dumps([None, decided])] * len(values)
 
 
 class _Ranks:
@@ -76,13 +106,14 @@ class _Ranks:
 
     The usual store is a ``TCPStore``, which rank 0 or torchrun's agent hosts. A call of its client blocks for as long
     as the host is suspended, whatever its timeout, and so does every other thread that calls that client. So the
-    library has a client of its own, and calls it in a thread that is abandoned when the group's timeout is over.
+    library has a client of its own, and a thread that calls it, which is abandoned when the group's timeout is over.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.timeout = group_timeout(group, _CPU)
         self._store: Any = None
-        self._is_remote = self._is_lost = False
+        self._calls: _Calls | None = None
+        self._is_lost = False
         self.agreed = itertools.count()
         """How often this process has agreed: as often as every rank, so the number names the board."""
         self.watched: Board | None = None
@@ -106,34 +137,48 @@ class _Ranks:
                 store = root = group_store(group)
                 while isinstance(root, PrefixStore):
                     root = root.underlying_store
-                self._is_remote = isinstance(root, TCPStore)
-                self._store = getattr(store, "clone")() if self._is_remote else store  # noqa: B009 - not in the stubs
+                is_remote = isinstance(root, TCPStore)
+                self._store = getattr(store, "clone")() if is_remote else store  # noqa: B009 - not in the stubs
+                # Python 3.12 starts no thread when the script has ended.
+                with contextlib.suppress(RuntimeError):
+                    self._calls = _thread_for(self) if is_remote else None
             return self._store
 
     def call(self, function: Callable[[], _Result]) -> _Result:
         """Call ``function``, which uses the store. Raises: DistNetworkError, TimeoutError: it cannot be reached."""
-        if not self._is_remote:
+        if self._calls is None:
             return function()
         if self._is_lost:
             raise TimeoutError("it has not answered before")
         result: Future[_Result] = Future()
+        self._calls.put((function, result))
+        try:
+            error = result.exception(min(self.timeout.total_seconds(), threading.TIMEOUT_MAX))
+        except TimeoutError:
+            self._is_lost = True
+            raise TimeoutError(f"it has not answered for {self.timeout.total_seconds():.0f} s") from None
+        if error is not None:
+            raise error
+        return result.result()
 
-        def run() -> None:
+
+def _thread_for(ranks: _Ranks) -> _Calls:
+    """A thread that makes the calls that are put into what is returned, while there are ``ranks``."""
+    calls: _Calls = queue.SimpleQueue()
+
+    def run() -> None:
+        while (call := calls.get()) is not None:
+            function, result = call
             try:
                 result.set_result(function())
             except BaseException as error:
                 result.set_exception(error)
+            del call, function, result  # They hold the ranks.
 
-        thread = threading.Thread(target=run, name="overlap-store", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # Python 3.12 starts no thread when the script has ended.
-            return function()
-        thread.join(min(self.timeout.total_seconds(), threading.TIMEOUT_MAX))
-        if thread.is_alive():
-            self._is_lost = True
-            raise TimeoutError(f"it has not answered for {self.timeout.total_seconds():.0f} s")
-        return result.result()
+    threading.Thread(target=run, name="overlap-store", daemon=True).start()
+    # Not at exit, where others may still report an error; without a call it does nothing there.
+    weakref.finalize(ranks, calls.put, None).atexit = False
+    return calls
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, _Ranks] = WeakKeyDictionary()
@@ -147,7 +192,7 @@ class Board:
         group: whose ranks.
         name: the same on every rank; no other board of the group has it.
         event: what a report means, in the words of a PeerError, as in "another rank failed under Join".
-        beside: another board on which a failure is looked for, too; by default the group's watched one.
+        fallback_board: where a failure is looked for, too; by default on the group's watched board.
     """
 
     def __init__(
@@ -156,14 +201,14 @@ class Board:
         name: str,
         *,
         event: str = "of the group failed first",
-        beside: Board | None = None,
+        fallback_board: Board | None = None,
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self._ranks, self._event, self._beside = _Ranks.of(group), event, beside
+        self._ranks, self._event, self._fallback = _Ranks.of(group), event, fallback_board
         self.timeout = self._ranks.timeout
         self._prefix = f"overlap/{name}"
         self._client = self._ranks.store_of(group)
-        self._store = PrefixStore(self._prefix, self._client)
+        self._store: Any = PrefixStore(self._prefix, self._client)
         self._written: list[str] = []
         self.disconnect: WeakMethod[Callable[[], None]] | None = None
         """Called where the block of a Join has failed, in which ranks may have abandoned this board's connections."""
@@ -177,10 +222,10 @@ class Board:
     def failure(self) -> str | None:
         """The first report: the rank and its error. ``None`` without one, or where the store cannot be read."""
         with contextlib.suppress(Exception):
-            if (found := self._values([_FAILED])) is not None:
-                return found[0]
-        beside = self._beside or self._ranks.watched
-        return None if beside is None or beside is self else beside.failure()
+            if (found := self._read(_FAILED)) is not None:
+                return found
+        fallback = self._fallback or self._ranks.watched
+        return None if fallback is None or fallback is self else fallback.failure()
 
     def peer_error(self, *, within_s: float = 0.0) -> PeerError | None:
         """The error to raise where a rank has reported a failure, or does so within ``within_s``."""
@@ -230,50 +275,59 @@ class Board:
         with contextlib.suppress(RuntimeError):
             self._call(lambda: [self._store.delete_key(key) for key in written])
 
-    def gather(self, what: str, value: Any, *, purpose: str) -> list[Any]:
-        """Wait until every rank has written a ``value``, which JSON can hold; returns those of all ranks.
+    def agree(self, what: str, value: Any = None, decide: _Decide = _nothing, *, purpose: str) -> Any:
+        """As :meth:`Agreement.agree`; ``purpose`` ends the sentence about ranks that are late."""
+        self.write(f"{what}/{self.rank}", value)
+        if self._call(lambda: self._store.add(f"{what}/count", 1)) == self.size:
+            self._written.append(f"{what}/count")
+            self.write(f"{what}/all", None)
+        if self.rank == 0:
+            self._wait_for("all", what, purpose)
+            keys = [f"{what}/{rank}" for rank in range(self.size)]
+            answers = _answers(decide, list(map(json.loads, self._call(lambda: self._store.multi_get(keys)))))
+            self._call(lambda: self._store.multi_set([f"{key}/answer" for key in keys], answers))
+        kind, answer = json.loads(self._wait_for(f"{self.rank}/answer", what, purpose))
+        self._written.append(f"{what}/{self.rank}/answer")
+        if kind is not None:
+            raise getattr(errors, kind)(answer)
+        return answer
 
-        Raises:
-            PeerError: another rank has failed.
-            CollectiveError: they are not there within the group's timeout; ``purpose`` ends the sentence.
-        """
-        keys = [f"{what}/{rank}" for rank in range(self.size)]
-        self.write(keys[self.rank], value)
-        start_s, error = time.monotonic(), None
-        while (found := self._values(keys)) is None:
+    def _wait_for(self, key: str, what: str, purpose: str) -> str:
+        """The text under ``key`` of ``what``, which is there soon after all ranks have come."""
+        start_s = time.monotonic()
+        error: CollectiveError | None = None
+        patience_s = self.timeout.total_seconds() + (_REPORTING_S if self.rank else 0.0)
+        while (found := self._read(f"{what}/{key}")) is None:
             if error is not None:
                 raise error
             waited_s = time.monotonic() - start_s
             # A rank that has come, and failed later, has left what is waited for: look once more.
-            if (error := self.peer_error()) is None and waited_s > self.timeout.total_seconds():
-                late = [rank for rank, key in enumerate(keys) if self._values([key]) is None]
-                raise CollectiveError(
+            if (error := self.peer_error()) is None and waited_s > patience_s:
+                asked = range(1 if self.rank else self.size)
+                late = [rank for rank in asked if self._read(f"{what}/{rank}") is None]
+                error = CollectiveError(
                     f"rank {self.rank} could not connect with the other ranks in {self.timeout.total_seconds():.0f} s: "
-                    f"ranks {late} did not come{purpose}"
+                    f"ranks {late or [0]} did not come{purpose}"
                 )
+                self.report(error)
             shortest_s, longest_s = _PAUSES_S
-            time.sleep(min(shortest_s + waited_s / 10, longest_s))
-        return [json.loads(each) for each in found]
+            time.sleep(min(shortest_s + waited_s / 4, longest_s))
+        return found
 
     def connect(self, name: str, *, purpose: str) -> GlooChannel:
-        """Connections of all ranks over Gloo, which find each other under ``name``; raises as :meth:`gather`."""
-        self.gather("came", None, purpose=purpose)
+        """Connections of all ranks over Gloo, which find each other under ``name``; raises as :meth:`agree`."""
+        self.agree("came", purpose=purpose)
         try:
             store = PrefixStore(f"{self._prefix}/{name}", self._client)
             channel = GlooChannel(store, self.rank, self.size, self.timeout)
         except RuntimeError as error:
-            raise explained(error, "could not connect the ranks", self) from error
+            raise as_collective_error(error, "could not connect the ranks", self) from error
         # Gloo returns while others still connect: they would fail if this rank ended before they are done.
-        self.gather("connected", None, purpose=purpose)
+        self.agree("connected", purpose=purpose)
         return channel
 
-    def _values(self, keys: Sequence[str]) -> list[str] | None:
-        """The texts under ``keys``; ``None`` unless all are there."""
-
-        def read() -> list[str] | None:
-            return [self._store.get(key).decode() for key in keys] if self._store.check(list(keys)) else None
-
-        return self._call(read)
+    def _read(self, key: str) -> str | None:
+        return self._call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
         try:
@@ -290,7 +344,7 @@ class Agreement:
 
         with Agreement(group, "make a ZeroRedundancyOptimizer") as agreement:
             ...  # May raise on this rank alone.
-            of_ranks = agreement.agree(value)
+            answer = agreement.agree(value, decide)
             ...  # Collectives.
 
     Args:
@@ -324,8 +378,16 @@ class Agreement:
             raise cause from error
         self._board.report(error)
 
-    def agree(self, value: Any = None) -> list[Any]:
-        """Wait until all ranks have come, each with a ``value`` that JSON can hold; returns that of every rank.
+    def agree(self, value: Any = None, decide: _Decide = _nothing) -> Any:
+        """Wait until all ranks have come, each with a ``value`` that JSON can hold, and rank 0 has decided.
+
+        Args:
+            value: this rank's.
+            decide: called on rank 0 with the values in the order of ranks; what it returns, which JSON can hold, is
+                returned on every rank (of a :class:`PerRank` each rank's own part), and an error of this library that
+                it raises is raised on every rank.
+
+        A rank that need not wait asks the store five times, rank 0 nine times, and the last to come once more.
 
         Raises:
             PeerError: another rank has raised; the message has its number and its error.
@@ -333,15 +395,16 @@ class Agreement:
         """
         board = self._board
         if board is None:
-            return [json.loads(json.dumps(value))] * self.size
+            found = decide([json.loads(json.dumps(value))] * self.size)
+            return json.loads(json.dumps(found[self.rank] if isinstance(found, PerRank) else found))
         number = next(self._rounds)
         if number == 0:
             self._compare_purposes(board)
         purpose = f" to {self._purpose}; every rank of the process group must do the same, in the same order"
-        found = board.gather(str(number), value, purpose=purpose)
+        answer = board.agree(str(number), value, decide, purpose=purpose)
         while self._ranks.closed:
             self._ranks.closed.pop().delete()
-        return found
+        return answer
 
     def _compare_purposes(self, board: Board) -> None:
         first, _, purpose = board.write_first(_PURPOSE, f"{board.rank} {self._purpose}").partition(" ")
@@ -352,20 +415,20 @@ class Agreement:
             )
 
 
-def agree(group: dist.ProcessGroup, purpose: str, value: Any = None) -> list[Any]:
-    """Wait until all ranks of ``group`` have come for this ``purpose``. As :meth:`Agreement.agree`."""
+def agree(group: dist.ProcessGroup, purpose: str) -> None:
+    """Wait until all ranks of ``group`` have come for this ``purpose``; raises as :meth:`Agreement.agree`."""
     with Agreement(group, purpose) as agreement:
-        return agreement.agree(value)
+        agreement.agree()
 
 
-def explained(error: Exception, what: str, board: Board | None = None) -> CollectiveError:
+def as_collective_error(error: Exception, what: str, board: Board | None = None) -> CollectiveError:
     """What to raise where a collective failed with ``error``: the rank that reported its own, if there is one."""
     if board is not None and (cause := board.peer_error()) is not None:
         return cause
     return CollectiveError(f"a collective {what}, and {_NO_REPORT}: {error}")
 
 
-def explain(error: BaseException, board: Board | None) -> None:
+def add_peer_note(error: BaseException, board: Board | None) -> None:
     """Note on an ``error`` of DDP's own collectives which rank caused it, as far as that was reported on ``board``."""
     if isinstance(error, CollectiveError) or not has_lost_connection(error):
         return
@@ -397,7 +460,7 @@ def failures_explained() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, CollectiveError) or not has_lost_connection(error):
             raise
-        raise explained(error, "failed") from error
+        raise as_collective_error(error, "failed") from error
 
 
 def group_all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup) -> None:

@@ -1,45 +1,104 @@
-"""Which ranks are on one machine, and the process groups that follow: ranks with one host name are on one machine."""
+"""Which ranks are on one machine, and the process groups that follow: ranks with one host name are on one machine.
+
+[Note: places]
+
+Rank 0 compares the host names and tells each rank its place: the ranks on its machine, and the ranks with its number on
+every machine, where there are as many on each. A rank makes the two groups that it is in and knows of no others.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import abandon_group, group_timeout, priority_options
+from overlap._torch.c10d import abandon_group, group_name, group_timeout, new_group_of
 from overlap.errors import ConfigurationError
-from overlap.ranks.board import agree
+from overlap.ranks.board import Agreement, PerRank
 
-__all__ = ["Levels", "check_is_whole_job", "forget", "levels_of", "note_hosts", "own_subgroup", "ranks_by_machine"]
+__all__ = [
+    "Levels",
+    "check_can_be_divided",
+    "forget",
+    "group_of_machine",
+    "levels_of",
+    "note_place",
+    "own_subgroup",
+    "places",
+]
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The two groups of a rank in a job on several machines with as many ranks on each."""
+    """The two groups of a rank whose group is on several machines with as many ranks on each."""
 
     inside: dist.ProcessGroup
     """The ranks of this machine."""
     between: dist.ProcessGroup
     """The ranks with this one's number on their machine, one on every machine."""
 
-    @classmethod
-    def of(cls, machines: list[list[int]], group: dist.ProcessGroup, *, timeout: timedelta) -> Levels:
-        """For the ranks of each machine, with the backends of ``group``; all ranks of the job make them together."""
-        columns = [list(ranks) for ranks in zip(*machines, strict=True)]
-        return cls(*(own_subgroup(members, group, timeout=timeout) for members in (machines, columns)))
-
 
 _levels: WeakKeyDictionary[dist.ProcessGroup, Levels | None] = WeakKeyDictionary()
-_hosts: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
+_places: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+# How many subgroups of a group this rank has made: as many as every other rank, so their names agree.
+_made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
-def note_hosts(group: dist.ProcessGroup, hosts: list[str]) -> None:
-    """Keep the host names of the ranks of ``group``, which they have compared when they registered a chain."""
-    _hosts[group] = hosts
+def places(hosts: list[str]) -> PerRank:
+    """Of ranks with these host names, each one's place: the ranks on its machine (``None`` for all), those with its
+    number on every machine (``None`` without levels), and on rank 0 a warning where levels are missed."""
+    machines: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        machines.setdefault(host, []).append(rank)
+    sizes, columns, warning = sorted(map(len, machines.values())), [], None
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", len(hosts)))
+    if len(machines) == 1 and local < len(hosts):
+        warning = (
+            f"{len(hosts)} ranks have the host name {hosts[0]!r}, but torchrun has started {local} on this machine: "
+        )
+        warning += f"give each machine a name of its own; {_more(local, len(hosts))}"
+    elif sizes[0] < sizes[-1]:
+        warning = (
+            f"machines have {sizes[0]} to {sizes[-1]} ranks: start as many on each; {_more(sizes[-1], len(hosts))}"
+        )
+    elif 1 < sizes[0] < len(hosts):
+        columns = list(map(list, zip(*machines.values(), strict=True)))
+    found = PerRank([None] * len(hosts))
+    for ranks in machines.values():
+        machine = ranks if len(machines) > 1 else None
+        for number, rank in enumerate(ranks):
+            found[rank] = [machine, columns[number] if columns else None, None if rank else warning]
+    return found
+
+
+def _more(local: int, ranks: int) -> str:
+    """With levels, the ranks of a machine together send to others as much as one rank that sends to all by itself."""
+    between = (ranks - local) / ranks
+    factor = (local * between + (ranks - 1) / ranks) / (2 * between)
+    return (
+        f"until then no sum is taken within a machine first, and it sends about {factor:.1f} times the bytes to others"
+    )
+
+
+def note_place(group: dist.ProcessGroup, place: Any) -> None:
+    """Keep this rank's part of :func:`places`, which the ranks of ``group`` have found when they registered a chain."""
+    _places[group] = place
+
+
+def _place_of(group: dist.ProcessGroup) -> Any:
+    if group not in _places:
+        with Agreement(group, "compare host names") as agreement:
+            _places[group] = agreement.agree(socket.gethostname(), places)
+    return _places[group]
 
 
 def forget(group: dist.ProcessGroup, *, has_failed: bool = False) -> None:
@@ -52,11 +111,11 @@ def forget(group: dist.ProcessGroup, *, has_failed: bool = False) -> None:
 
 
 def levels_of(group: dist.ProcessGroup, device: torch.device) -> Levels | None:
-    """The levels of ``group``, made once; ``None`` if it is not the whole job, is on one machine, has one rank on each,
-    or machines have different numbers of ranks.
+    """The levels of ``group``, made once; ``None`` if it is on one machine or has one rank on each, and, with a
+    warning, if machines have different numbers of ranks or ranks alone cannot make groups.
 
     Communication: host names are compared through the group's store, unless they were at a registration, and on
-    several machines two groups are made.
+    several machines each rank makes two groups.
     """
     if group not in _levels:
         _levels[group] = _made_levels(group, device)
@@ -64,40 +123,49 @@ def levels_of(group: dist.ProcessGroup, device: torch.device) -> Levels | None:
 
 
 def _made_levels(group: dist.ProcessGroup, device: torch.device) -> Levels | None:
-    if group.size() == 1 or not dist.is_initialized() or group.size() != dist.get_world_size():
+    if group.size() == 1 or not dist.is_initialized():
         return None
-    machines = _by_host(group, _hosts[group]) if group in _hosts else ranks_by_machine(group)
-    if len(machines) == 1 or len(machines) == group.size() or len({len(ranks) for ranks in machines}) > 1:
+    machine, column, warning = _place_of(group)
+    if column is not None and not _can_be_divided(group):
+        column = None
+        if group.rank() == 0:
+            warning = f"{_UNDIVIDED}: leave device_id out; {_more(len(machine), group.size())}"
+    if warning is not None:
+        warnings.warn(warning, UserWarning, stacklevel=2)
+    if column is None:
         return None
-    return Levels.of(machines, group, timeout=group_timeout(group, device))
+    timeout = group_timeout(group, device)
+    return Levels(*(own_subgroup(ranks, group, timeout=timeout) for ranks in (machine, column)))
 
 
-def ranks_by_machine(group: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of ``group`` on each machine, in the order of the group; the same on every rank."""
-    return _by_host(group, agree(group, "compare host names", socket.gethostname()))
+def group_of_machine(group: dist.ProcessGroup, *, remedy: str) -> dist.ProcessGroup:
+    """The ranks of ``group`` on this machine; raises as :func:`check_can_be_divided`."""
+    check_can_be_divided(group, remedy=remedy)
+    machine, *_ = _place_of(group)
+    return group if machine is None else own_subgroup(machine, group, timeout=group_timeout(group, torch.device("cpu")))
 
 
-def _by_host(group: dist.ProcessGroup, hosts: list[str]) -> list[list[int]]:
-    ranks = dist.get_process_group_ranks(group)
-    return [[rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)]
+_UNDIVIDED = "a job whose init_process_group was given a device_id makes NCCL groups with all of its ranks"
 
 
-def check_is_whole_job(group: dist.ProcessGroup, *, remedy: str) -> None:
+def _can_be_divided(group: dist.ProcessGroup) -> bool:
+    """Whether its ranks can make groups without the job's other ranks. Where the job is bound to devices, NCCL splits
+    the job's communicator, in which each rank must take part, with its own part or with none."""
+    return group.size() == dist.get_world_size() or getattr(dist.group.WORLD, "bound_device_id", None) is None
+
+
+def check_can_be_divided(group: dist.ProcessGroup, *, remedy: str) -> None:
     """Raises: ConfigurationError: ``group`` lacks ranks of the job, which must make groups together."""
-    if group.size() != dist.get_world_size():
+    if not _can_be_divided(group):
         raise ConfigurationError(
-            "groups of some ranks can only be made by all ranks of the job, and this process group has "
-            f"{group.size()} of {dist.get_world_size()}; {remedy}"
+            f"{_UNDIVIDED}, and this process group has {group.size()} of {dist.get_world_size()}: {remedy}"
         )
 
 
-def own_subgroup(members: list[list[int]], group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of those ``members`` that this rank is one of, with the backends of ``group``; all ranks of the job
-    make all of the groups together."""
+def own_subgroup(ranks: Sequence[int], group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of these ``ranks`` of ``group``, this one among them, with its backends. Every rank of ``group`` calls
+    this at the same time for its own part, and makes no other."""
+    whole, number = dist.get_process_group_ranks(group), next(_made.setdefault(group, itertools.count()))
+    name = f"overlap/{group_name(group)}/{number}/{ranks[0]}"
     backends = str(dist.get_backend_config(group))
-    mine: dist.ProcessGroup | None
-    mine, _ = dist.new_subgroups_by_enumeration(
-        members, timeout=timeout, backend=backends, pg_options=priority_options(backends, timeout)
-    )
-    assert mine is not None, "every rank is in one of them"
-    return mine
+    return new_group_of([whole[rank] for rank in ranks], name, backends=backends, timeout=timeout)

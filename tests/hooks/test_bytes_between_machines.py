@@ -34,7 +34,7 @@ from overlap._torch.device import streams_replaced
 from overlap.hooks.engine import channels
 from overlap.hooks.wires import feedback
 from overlap.ranks import machines
-from overlap.ranks.machines import Levels
+from overlap.ranks.machines import Levels, own_subgroup
 
 from .one_stream import OneStream
 
@@ -122,10 +122,10 @@ def _of_32_ranks(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     """By chain, with a level for machines and without."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=MACHINES * RANKS)
-    hosts = [list(range(first, first + RANKS)) for first in range(0, MACHINES * RANKS, RANKS)]
     group = dist.group.WORLD
     assert group is not None
-    levels = Levels.of(hosts, group, timeout=timedelta(seconds=60))
+    parts = range(RANKS), range(0, MACHINES * RANKS, RANKS)
+    levels = Levels(*(own_subgroup(ranks, group, timeout=timedelta(seconds=60)) for ranks in parts))
     found = {}
     with streams_replaced(OneStream()), mock.patch.object(channels, "GroupChannel", _Crossing):
         for name, made in CHAINS.items():
@@ -152,7 +152,7 @@ def test_a_machine_sends_the_bytes_that_the_page_says() -> None:
 def _a_first_pass(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(_model())
     chain(Quantize()).register(ddp)
-    with mock.patch.object(machines, "agree", side_effect=AssertionError("ranks wait for each other in backward")):
+    with mock.patch.object(machines, "Agreement", side_effect=AssertionError("ranks wait for each other in backward")):
         ddp(torch.ones(2, 64)).sum().backward()
 
 

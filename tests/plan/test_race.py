@@ -23,8 +23,8 @@ ADD_MS = 5.0
 class _OneRank:
     rank, size = 0, 1
 
-    def agree(self, value: Any = None) -> list[Any]:
-        return [value]
+    def agree(self, value: Any = None, decide: Any = lambda values: None) -> Any:
+        return decide([value])
 
 
 class _Lane:

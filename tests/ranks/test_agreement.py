@@ -146,10 +146,10 @@ def _agreed_before_a_failure(rank: int, world_size: int) -> Any:
         board: Any = agreement._board
         board._store, peer_error = _LooksOnceTooEarly(board._store), board.peer_error
         board.peer_error = lambda: peer_error(within_s=20.0)
-        return agreement.agree("yours")
+        return agreement.agree("yours", list)
     try:
         with Agreement(dist.group.WORLD, "compare") as agreement:
-            raise ValueError(agreement.agree("mine"))
+            raise ValueError(agreement.agree("mine", list))
     except ValueError as error:
         return error.args[0]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from overlap import CollectiveError, PeerError
 from overlap.ranks import board as boards_of_ranks
-from overlap.ranks.board import Board, explain, explained
+from overlap.ranks.board import Board, add_peer_note, as_collective_error
 
 _LOST = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Timed out")
 
@@ -54,9 +54,9 @@ def test_the_first_report_is_raised_on_the_others(groups: list[Any]) -> None:
     Board(groups[0], "1").poll()
 
 
-def test_a_report_on_the_board_beside_is_found(groups: list[Any]) -> None:
+def test_a_report_on_the_fallback_board_is_found(groups: list[Any]) -> None:
     first, second = Board(groups[0], "0"), Board(groups[1], "0")
-    part = Board(groups[1], "of some ranks", beside=second)
+    part = Board(groups[1], "of some ranks", fallback_board=second)
     first.report(ValueError("the dog ate it"))
     with pytest.raises(PeerError, match="rank 0: ValueError: the dog ate it"):
         part.poll()
@@ -75,15 +75,18 @@ def test_a_report_in_the_block_of_a_join_is_found_until_it_is_closed(groups: lis
 
 def test_the_backends_error_says_that_no_rank_has_reported_one(groups: list[Any]) -> None:
     board = Board(groups[0], "0")
-    assert str(explained(_LOST, "failed", board)) == f"a collective failed, and no rank has reported an error: {_LOST}"
+    assert (
+        str(as_collective_error(_LOST, "failed", board))
+        == f"a collective failed, and no rank has reported an error: {_LOST}"
+    )
     lost, other, ours = RuntimeError(*_LOST.args), RuntimeError("a shape is wrong"), CollectiveError(*_LOST.args)
     for error in (lost, other, ours):
-        explain(error, board)
+        add_peer_note(error, board)
     assert lost.__notes__ == ["no rank has reported an error"]
     assert not hasattr(other, "__notes__") and not hasattr(ours, "__notes__")
     Board(groups[1], "0").report(ValueError("the dog ate it"))
-    assert isinstance(explained(_LOST, "failed", board), PeerError)
-    explain(lost, board)
+    assert isinstance(as_collective_error(_LOST, "failed", board), PeerError)
+    add_peer_note(lost, board)
     assert lost.__notes__[1].endswith("rank 1: ValueError: the dog ate it")
 
 

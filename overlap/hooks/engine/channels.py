@@ -83,7 +83,7 @@ class Channels:
             )
         if group is not self.group:
             self.open()
-            board = Board(group, self._name, beside=self.board)
+            board = Board(group, self._name, fallback_board=self.board)
             channel = self._channels[group] = board.connect("gloo", purpose=_REMEDY)
             return channel
         channel = self._channels[group] = self._opened_board().connect("gloo", purpose=_REMEDY)

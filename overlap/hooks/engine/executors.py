@@ -34,7 +34,7 @@ from overlap.errors import CollectiveError
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import Channels
 from overlap.hooks.stage import Stage, walk
-from overlap.ranks.board import explained, failures_explained
+from overlap.ranks.board import as_collective_error, failures_explained
 
 __all__ = [
     "SMALL_BYTES",
@@ -122,7 +122,7 @@ class Executor:
         except RuntimeError as error:
             if isinstance(error, CollectiveError) or not has_lost_connection(error):
                 raise
-            raise explained(error, "could not be launched", self.channels.board) from error
+            raise as_collective_error(error, "could not be launched", self.channels.board) from error
 
     def wait(self, work: dist.Work) -> None:
         """Make what follows in the scope wait for ``work``. Raises: CollectiveError: another rank has failed."""
@@ -142,7 +142,9 @@ class Executor:
                 return
             except RuntimeError as error:
                 if is_over:
-                    raise explained(error, f"failed after {time.monotonic() - start_s:.1f} s", board) from error
+                    raise as_collective_error(
+                        error, f"failed after {time.monotonic() - start_s:.1f} s", board
+                    ) from error
                 board.poll()
 
     def abandon(self, operation: Operation) -> None:

@@ -33,8 +33,8 @@ from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage, StageContext
-from overlap.ranks.board import Agreement, explain
-from overlap.ranks.machines import note_hosts
+from overlap.ranks.board import Agreement, PerRank, add_peer_note
+from overlap.ranks.machines import note_place, places
 
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -67,7 +67,7 @@ class _Dispatcher:
         if torch.compiler.is_compiling():
             return  # To look at outputs would have the compiler read their ``.grad``, which warns.
         if outputs is None and self.registration is not None and (error := sys.exception()) is not None:
-            explain(error, self.registration.runtime.executor.channels.board)
+            add_peer_note(error, self.registration.runtime.executor.channels.board)
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
@@ -269,7 +269,12 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
     parts = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in names.items()]
     layout = f"a model of {len(parts)} parameters (names, shapes and dtypes: {digest(parts)})"
     settings = [dict(update.settings) for update in runtime.updates]
-    described = agreement.agree([f"{runtime.stage.signature} for {layout}", settings, socket.gethostname()])
+    own = [f"{runtime.stage.signature} for {layout}", settings, socket.gethostname()]
+    note_place(runtime.context.group, agreement.agree(own, _compared))
+
+
+def _compared(described: list[Any]) -> PerRank:
+    """The place of each rank, if all are alike."""
     first, of_first, _ = described[0]
     for rank, (signature, of_rank, _) in enumerate(described):
         if signature != first:
@@ -284,7 +289,7 @@ def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
                         f"{name} is {here.get(name)} on rank {rank}, but {there.get(name)} on rank 0, so the ranks' "
                         "parameters would diverge: make the optimizer with the same arguments on every rank"
                     )
-    note_hosts(runtime.context.group, [host for _, _, host in described])
+    return places([host for _, _, host in described])
 
 
 def registration_of(ddp: DistributedDataParallel) -> Registration | None:

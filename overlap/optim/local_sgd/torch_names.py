@@ -19,7 +19,7 @@ from overlap._torch.c10d import group_timeout
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.local_sgd.means import average
-from overlap.ranks.machines import check_is_whole_job, own_subgroup
+from overlap.ranks.machines import check_can_be_divided, own_subgroup
 
 __all__ = [
     "HierarchicalModelAverager",
@@ -160,14 +160,15 @@ class HierarchicalModelAverager(ModelAverager):
                 f"and the last size be that of the process group, {size_of_all}"
             )
         if len(sizes) > 1:
-            check_is_whole_job(group, remedy="use a PeriodicModelAverager for each level, with its own group")
+            check_can_be_divided(group, remedy="use a PeriodicModelAverager for each level, with its own group")
         self.period_process_group_dict: dict[int, dist.ProcessGroup] = dict.fromkeys(sizes, group)
         """This rank's group for each period, in ascending order."""
-        ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
+        timeout = group_timeout(group, torch.device("cpu"))
         for period, size in sizes.items():
             if size < size_of_all:
-                members = [ranks[start : start + size] for start in range(0, size_of_all, size)]
-                self.period_process_group_dict[period] = own_subgroup(members, group, timeout=timeout)
+                first = group.rank() // size * size
+                ranks = range(first, first + size)
+                self.period_process_group_dict[period] = own_subgroup(ranks, group, timeout=timeout)
         if max(sizes) == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, chain
+from overlap._torch.c10d import new_group_of
 from overlap._torch.device import streams_replaced
-from overlap.hooks.post_local_sgd import own_subgroup
 
 from ..one_stream import OneStream
 
@@ -24,13 +24,12 @@ _SETTING = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def test_groups_of_the_librarys_own_get_streams_of_high_priority_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = mock.Mock(return_value=("the group", []))
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", asked)
+    asked = mock.Mock(return_value="the group")
+    monkeypatch.setattr(dist, "new_group", asked)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     for backends, is_high in (("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False)):
-        monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
-        own_subgroup([[0]], mock.Mock(), timeout=timedelta(seconds=7))
+        new_group_of([0], "its name", backends=backends, timeout=timedelta(seconds=7))
         options = asked.call_args.kwargs["pg_options"]
         assert options == (
             SimpleNamespace(is_high_priority_stream=True, _timeout=timedelta(seconds=7)) if is_high else None
