@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from overlap import (
     PeerError,
     Step,
     TrainState,
+    UnsupportedError,
     ZeroRedundancyOptimizer,
     ZeroStep,
     auto,
@@ -69,13 +71,32 @@ def test_a_mistake_on_one_rank_is_an_error_on_all() -> None:
 
 
 def _does_not_come(rank: int, world_size: int) -> None:
-    if rank == 0:
-        with pytest.raises(CollectiveError, match=r"ranks \[1\] did not come to compare"):
-            agree(dist.group.WORLD, "compare")
+    some = {late: dist.new_group(timeout=timedelta(seconds=1)) for late in range(world_size)}
+    for late, group in some.items():
+        dist.barrier()
+        if rank != late:
+            with pytest.raises(CollectiveError, match=rf"ranks \[{late}\] did not come to compare"):
+                agree(group, "compare")
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    run_ranks(_does_not_come, 2, group_timeout_s=1)
+    run_ranks(_does_not_come, 3)
+
+
+def _is_refused(rank: int, world_size: int) -> None:
+    def decide(values: list[Any]) -> None:
+        raise UnsupportedError(f"{values} cannot be compared")
+
+    for _ in range(2):
+        with (
+            pytest.raises(UnsupportedError, match=r"\[0, 1\] cannot be compared"),
+            Agreement(dist.group.WORLD, "compare") as one,
+        ):
+            one.agree(rank, decide)
+
+
+def test_a_refusal_of_rank_0_is_an_error_on_all() -> None:
+    run_ranks(_is_refused, 2, group_timeout_s=_TIMEOUT_S)
 
 
 def _purposes(ddp: Any) -> dict[str, Callable[[], Any]]:

@@ -251,9 +251,15 @@ def _wrong_hierarchies(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(ConfigurationError, match=match):
             HierarchicalModelAverager(wrong)
-    pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    with pytest.raises(ConfigurationError, match="only be made by all ranks of the job"):
-        HierarchicalModelAverager({1: 1, 2: 2}, process_group=pairs[rank // 2])
+
+
+def _hierarchy_of_some_ranks(rank: int, world_size: int) -> None:
+    """Its ranks make the groups of a hierarchy without the others, and are in different numbers of groups."""
+    some: Any = dist.new_group([1, 2, 3])
+    dist.new_group([0, 1])
+    if rank:
+        averager = HierarchicalModelAverager({1: 1, 2: 3}, process_group=some)
+        assert [group.size() for group in averager.period_process_group_dict.values()] == [1, 3]
 
 
 def _hook_parity(rank: int, world_size: int) -> None:
@@ -286,6 +292,7 @@ def _hook_parity(rank: int, world_size: int) -> None:
 FOUR: dict[str, Callable[[int, int], None]] = {
     "the longest period that is due decides which group averages": _hierarchy,
     "periods and sizes that do not fit are refused": _wrong_hierarchies,
+    "a hierarchy of some ranks of the job": _hierarchy_of_some_ranks,
     "hook and optimizer do what PyTorch's do": _hook_parity,
 }
 
