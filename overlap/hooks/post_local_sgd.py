@@ -102,7 +102,7 @@ class PostLocalSGDState(classes.PostLocalSGDState):
         if self.subgroup is None:
             own = self.process_group
             whole: dist.ProcessGroup = dist.group.WORLD if own is None else own  # type: ignore[assignment]
-            self.subgroup = group_of_machine(whole, remedy="make it yourself and pass it as the subgroup")
+            self.subgroup = group_of_machine(whole)
         return self.subgroup
 
 

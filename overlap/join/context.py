@@ -23,6 +23,7 @@ user's group they would wait for gradients that are under way, and after a failu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -288,9 +289,11 @@ class Join(base.Join):
         """Replay the others' calls until all have run out, then leave alike."""
         joined_at = self._iterations
         if self._stops:
-            counts = [int(count) for (count,) in self._of_ranks([joined_at])]
-            if len(set(counts)) > 1:
-                raise TrainingLoopError(f"ranks left the loop after {counts} iterations; {_TO_LEAVE_EARLY}")
+            least, most = self._extremes([joined_at])
+            if least != most:
+                raise TrainingLoopError(
+                    f"ranks left the loop after {least[0]:.0f} to {most[0]:.0f} iterations; {_TO_LEAVE_EARLY}"
+                )
         else:
             if self._is_iterated and not self._is_exhausted:
                 raise TrainingLoopError(
@@ -299,10 +302,12 @@ class Join(base.Join):
                 )
             self._replay()
             own = self._hyperparameters
-            of_ranks = self._of_ranks(own.values())
+            values = own.values()
+            least, most = self._extremes(values)
+            _, last = self._extremes(values if self._rank == self._source else [-math.inf] * own.count)
             try:
-                for values in (*of_ranks, of_ranks[self._source]):
-                    own.follow(values)
+                for others in (least, most, last):
+                    own.follow(others)
             except TrainingLoopError:
                 self._has_raised_on_all = True
                 raise
@@ -435,13 +440,11 @@ class Join(base.Join):
         described = described or [0.0] * (_OF_CALL + self._hyperparameters.count)
         return _Poll(self._channel, [*of_ranks, *described])
 
-    def _of_ranks(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The ``numbers`` of every rank, which are as many on each."""
-        count = len(numbers)
-        placed = [0.0] * (self._size * count)
-        placed[self._rank * count : (self._rank + 1) * count] = numbers
-        sums = _Poll(self._channel, placed).result(self.board.poll)
-        return [sums[rank * count : (rank + 1) * count] for rank in range(self._size)]
+    def _extremes(self, numbers: Sequence[float]) -> tuple[list[float], list[float]]:
+        """The least and the largest on all ranks of each of ``numbers``, which are as many on each."""
+        both = [*numbers, *(-number for number in numbers)]
+        found = _Poll(self._channel, both, dist.ReduceOp.MAX).result(self.board.poll)
+        return [-number for number in found[len(numbers) :]], found[: len(numbers)]
 
     def _take(self, numbers: Sequence[float]) -> Sequence[float]:
         """Take over who has inputs; returns the description of a call, of zeros where an iteration begins."""
@@ -459,15 +462,15 @@ class Join(base.Join):
 
 
 class _Poll:
-    """An all-reduce under way, a sum of ``numbers`` in float64."""
+    """An all-reduce of ``numbers`` under way, in float64."""
 
-    def __init__(self, channel: GlooChannel, numbers: Sequence[float]) -> None:
+    def __init__(self, channel: GlooChannel, numbers: Sequence[float], op: Any = dist.ReduceOp.SUM) -> None:
         self._numbers = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         with without_saved_context():
-            (self._work,) = channel.all_reduce(self._numbers, dist.ReduceOp.SUM)
+            (self._work,) = channel.all_reduce(self._numbers, op)
 
     def result(self, look: Callable[[], None]) -> list[float]:
-        """The sums; calls ``look`` now and then while this rank waits for them."""
+        """What was reduced; calls ``look`` now and then while this rank waits for them."""
         while not self._work.is_completed():
             try:
                 self._work.wait(_PATIENCE)

@@ -32,7 +32,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
@@ -86,19 +86,7 @@ class PerRank(list[Any]):
 _Decide = Callable[[list[Any]], Any]
 
 
-def _nothing(values: list[Any]) -> None:
-    """What rank 0 decides where ranks only wait for each other."""
-
-
-def _answers(decide: _Decide, values: list[Any]) -> list[str]:
-    """For each rank, the kind of an error and its text, or ``None`` and what was decided."""
-    try:
-        decided = decide(values)
-    except OverlapError as error:
-        return [json.dumps([type(error).__name__, str(error)])] * len(values)
-    if isinstance(decided, PerRank):
-        return [json.dumps([None, each]) for each in decided]
-    return [json.dumps([None, decided])] * len(values)
+def _decide_nothing(values: list[Any]) -> None: ...
 
 
 class _Ranks:
@@ -152,13 +140,9 @@ class _Ranks:
             raise TimeoutError("it has not answered before")
         result: Future[_Result] = Future()
         self._calls.put((function, result))
-        try:
-            error = result.exception(min(self.timeout.total_seconds(), threading.TIMEOUT_MAX))
-        except TimeoutError:
+        if not wait([result], min(self.timeout.total_seconds(), threading.TIMEOUT_MAX)).done:
             self._is_lost = True
-            raise TimeoutError(f"it has not answered for {self.timeout.total_seconds():.0f} s") from None
-        if error is not None:
-            raise error
+            raise TimeoutError(f"it has not answered for {self.timeout.total_seconds():.0f} s")
         return result.result()
 
 
@@ -275,27 +259,35 @@ class Board:
         with contextlib.suppress(RuntimeError):
             self._call(lambda: [self._store.delete_key(key) for key in written])
 
-    def agree(self, what: str, value: Any = None, decide: _Decide = _nothing, *, purpose: str) -> Any:
+    def agree(self, what: str, value: Any = None, decide: _Decide = _decide_nothing, *, purpose: str) -> Any:
         """As :meth:`Agreement.agree`; ``purpose`` ends the sentence about ranks that are late."""
         self.write(f"{what}/{self.rank}", value)
         if self._call(lambda: self._store.add(f"{what}/count", 1)) == self.size:
             self._written.append(f"{what}/count")
             self.write(f"{what}/all", None)
         if self.rank == 0:
-            self._wait_for("all", what, purpose)
-            keys = [f"{what}/{rank}" for rank in range(self.size)]
-            answers = _answers(decide, list(map(json.loads, self._call(lambda: self._store.multi_get(keys)))))
-            self._call(lambda: self._store.multi_set([f"{key}/answer" for key in keys], answers))
+            self._answer(what, decide, purpose)
         kind, answer = json.loads(self._wait_for(f"{self.rank}/answer", what, purpose))
         self._written.append(f"{what}/{self.rank}/answer")
         if kind is not None:
             raise getattr(errors, kind)(answer)
         return answer
 
+    def _answer(self, what: str, decide: _Decide, purpose: str) -> None:
+        self._wait_for("all", what, purpose)
+        keys, kind = [f"{what}/{rank}" for rank in range(self.size)], None
+        try:
+            decided = decide([json.loads(text) for text in self._call(lambda: self._store.multi_get(keys))])
+        except OverlapError as error:
+            kind, decided = type(error).__name__, str(error)
+        answers = decided if isinstance(decided, PerRank) else [decided] * self.size
+        texts = [json.dumps([kind, answer]) for answer in answers]
+        self._call(lambda: self._store.multi_set([f"{key}/answer" for key in keys], texts))
+
     def _wait_for(self, key: str, what: str, purpose: str) -> str:
         """The text under ``key`` of ``what``, which is there soon after all ranks have come."""
-        start_s = time.monotonic()
         error: CollectiveError | None = None
+        start_s = time.monotonic()
         patience_s = self.timeout.total_seconds() + (_REPORTING_S if self.rank else 0.0)
         while (found := self._read(f"{what}/{key}")) is None:
             if error is not None:
@@ -310,8 +302,7 @@ class Board:
                     f"ranks {late or [0]} did not come{purpose}"
                 )
                 self.report(error)
-            shortest_s, longest_s = _PAUSES_S
-            time.sleep(min(shortest_s + waited_s / 4, longest_s))
+            time.sleep(min(_PAUSES_S[0] + waited_s / 4, _PAUSES_S[1]))
         return found
 
     def connect(self, name: str, *, purpose: str) -> GlooChannel:
@@ -378,7 +369,7 @@ class Agreement:
             raise cause from error
         self._board.report(error)
 
-    def agree(self, value: Any = None, decide: _Decide = _nothing) -> Any:
+    def agree(self, value: Any = None, decide: _Decide = _decide_nothing) -> Any:
         """Wait until all ranks have come, each with a ``value`` that JSON can hold, and rank 0 has decided.
 
         Args:

@@ -25,16 +25,9 @@ from overlap._torch.c10d import abandon_group, group_name, group_timeout, new_gr
 from overlap.errors import ConfigurationError
 from overlap.ranks.board import Agreement, PerRank
 
-__all__ = [
-    "Levels",
-    "check_can_be_divided",
-    "forget",
-    "group_of_machine",
-    "levels_of",
-    "note_place",
-    "own_subgroup",
-    "places",
-]
+__all__ = ["Levels", "forget", "group_of_machine", "levels_of", "note_place", "own_subgroup", "places"]
+
+_BOUND = "leave device_id out of init_process_group: with it, NCCL needs all ranks of the job to make groups of some"
 
 
 @dataclass(frozen=True)
@@ -55,28 +48,25 @@ _made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 def places(hosts: list[str]) -> PerRank:
     """Of ranks with these host names, each one's place: the ranks on its machine (``None`` for all), those with its
-    number on every machine (``None`` without levels), and on rank 0 a warning where levels are missed."""
+    number on every machine (``None`` without levels), and on rank 0 why they are missed."""
     machines: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         machines.setdefault(host, []).append(rank)
-    sizes, columns, warning = sorted(map(len, machines.values())), [], None
+    sizes, columns, missed = sorted(map(len, machines.values())), [], ""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", len(hosts)))
     if len(machines) == 1 and local < len(hosts):
-        warning = (
-            f"{len(hosts)} ranks have the host name {hosts[0]!r}, but torchrun has started {local} on this machine: "
-        )
-        warning += f"give each machine a name of its own; {_more(local, len(hosts))}"
+        missed = f"torchrun has started {local} ranks here, and {len(hosts)} are called {hosts[0]!r}: give each "
+        missed += f"machine a name of its own; {_more(local, len(hosts))}"
     elif sizes[0] < sizes[-1]:
-        warning = (
-            f"machines have {sizes[0]} to {sizes[-1]} ranks: start as many on each; {_more(sizes[-1], len(hosts))}"
-        )
+        missed = f"machines have {sizes[0]} to {sizes[-1]} ranks: start as many on each; "
+        missed += _more(sizes[-1], len(hosts))
     elif 1 < sizes[0] < len(hosts):
         columns = list(map(list, zip(*machines.values(), strict=True)))
     found = PerRank([None] * len(hosts))
     for ranks in machines.values():
         machine = ranks if len(machines) > 1 else None
         for number, rank in enumerate(ranks):
-            found[rank] = [machine, columns[number] if columns else None, None if rank else warning]
+            found[rank] = [machine, columns[number] if columns else None, "" if rank else missed]
     return found
 
 
@@ -84,9 +74,7 @@ def _more(local: int, ranks: int) -> str:
     """With levels, the ranks of a machine together send to others as much as one rank that sends to all by itself."""
     between = (ranks - local) / ranks
     factor = (local * between + (ranks - 1) / ranks) / (2 * between)
-    return (
-        f"until then no sum is taken within a machine first, and it sends about {factor:.1f} times the bytes to others"
-    )
+    return f"without sums within a machine first, it sends about {factor:.1f} times the bytes to the others"
 
 
 def note_place(group: dist.ProcessGroup, place: Any) -> None:
@@ -125,46 +113,38 @@ def levels_of(group: dist.ProcessGroup, device: torch.device) -> Levels | None:
 def _made_levels(group: dist.ProcessGroup, device: torch.device) -> Levels | None:
     if group.size() == 1 or not dist.is_initialized():
         return None
-    machine, column, warning = _place_of(group)
-    if column is not None and not _can_be_divided(group):
-        column = None
-        if group.rank() == 0:
-            warning = f"{_UNDIVIDED}: leave device_id out; {_more(len(machine), group.size())}"
-    if warning is not None:
-        warnings.warn(warning, UserWarning, stacklevel=2)
+    machine, column, missed = _place_of(group)
+    if column is not None and _lacks_ranks(group):
+        column, missed = None, "" if group.rank() else f"{_BOUND}; {_more(len(machine), group.size())}"
+    if missed:
+        warnings.warn(missed, UserWarning, stacklevel=2)
     if column is None:
         return None
     timeout = group_timeout(group, device)
     return Levels(*(own_subgroup(ranks, group, timeout=timeout) for ranks in (machine, column)))
 
 
-def group_of_machine(group: dist.ProcessGroup, *, remedy: str) -> dist.ProcessGroup:
-    """The ranks of ``group`` on this machine; raises as :func:`check_can_be_divided`."""
-    check_can_be_divided(group, remedy=remedy)
+def group_of_machine(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The ranks of ``group`` on this machine; raises as :func:`own_subgroup`."""
     machine, *_ = _place_of(group)
     return group if machine is None else own_subgroup(machine, group, timeout=group_timeout(group, torch.device("cpu")))
 
 
-_UNDIVIDED = "a job whose init_process_group was given a device_id makes NCCL groups with all of its ranks"
-
-
-def _can_be_divided(group: dist.ProcessGroup) -> bool:
-    """Whether its ranks can make groups without the job's other ranks. Where the job is bound to devices, NCCL splits
-    the job's communicator, in which each rank must take part, with its own part or with none."""
-    return group.size() == dist.get_world_size() or getattr(dist.group.WORLD, "bound_device_id", None) is None
-
-
-def check_can_be_divided(group: dist.ProcessGroup, *, remedy: str) -> None:
-    """Raises: ConfigurationError: ``group`` lacks ranks of the job, which must make groups together."""
-    if not _can_be_divided(group):
-        raise ConfigurationError(
-            f"{_UNDIVIDED}, and this process group has {group.size()} of {dist.get_world_size()}: {remedy}"
-        )
+def _lacks_ranks(group: dist.ProcessGroup) -> bool:
+    """Whether ranks outside of ``group`` must help to divide it. Where the job is bound to devices, NCCL splits the
+    job's communicator, in which every rank takes part."""
+    return group.size() < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
 def own_subgroup(ranks: Sequence[int], group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
     """A group of these ``ranks`` of ``group``, this one among them, with its backends. Every rank of ``group`` calls
-    this at the same time for its own part, and makes no other."""
+    this at the same time for its own part, and makes no other.
+
+    Raises:
+        ConfigurationError: it lacks ranks of the job that must take part.
+    """
+    if _lacks_ranks(group):
+        raise ConfigurationError(f"{_BOUND}, and this process group has {group.size()} of {dist.get_world_size()}")
     whole, number = dist.get_process_group_ranks(group), next(_made.setdefault(group, itertools.count()))
     name = f"overlap/{group_name(group)}/{number}/{ranks[0]}"
     backends = str(dist.get_backend_config(group))

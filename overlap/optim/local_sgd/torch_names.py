@@ -19,7 +19,7 @@ from overlap._torch.c10d import group_timeout
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.local_sgd.means import average
-from overlap.ranks.machines import check_can_be_divided, own_subgroup
+from overlap.ranks.machines import own_subgroup
 
 __all__ = [
     "HierarchicalModelAverager",
@@ -159,8 +159,6 @@ class HierarchicalModelAverager(ModelAverager):
                 f"period_group_size_dict is {dict(sizes)}: periods must ascend, each size divide a larger next one, "
                 f"and the last size be that of the process group, {size_of_all}"
             )
-        if len(sizes) > 1:
-            check_can_be_divided(group, remedy="use a PeriodicModelAverager for each level, with its own group")
         self.period_process_group_dict: dict[int, dist.ProcessGroup] = dict.fromkeys(sizes, group)
         """This rank's group for each period, in ascending order."""
         timeout = group_timeout(group, torch.device("cpu"))
