@@ -114,26 +114,22 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 
-def priority_options(backends: str, timeout: timedelta | None = None) -> Any:
-    """The ``pg_options`` of a new group of the library's own: on NCCL its collectives run on streams of the highest
-    priority, as FSDP2's do, since a message that waits for blocks of a large kernel is late for all that follow.
-
-    The model's own group is the user's, and groups that races compare are like it."""
-    if not dist.is_nccl_available() or "nccl" not in backends:
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout is not None:
-        options._timeout = timeout
-    return options
-
-
-def new_group_of(ranks: Sequence[int], name: str, *, backends: str, timeout: timedelta) -> dist.ProcessGroup:
+def new_group_of(
+    ranks: Sequence[int], name: str, *, backends: str, timeout: timedelta, has_priority: bool = True
+) -> dist.ProcessGroup:
     """The group of these ``ranks`` of the job, in this order, which they alone make, all at the same time.
 
     PyTorch names such a group after the number of groups that a rank is in. Ranks in different numbers of groups would
     wait for each other forever, and a group made anew would find the addresses of the one before. So the name is given,
     the same on its ranks and new in the job.
+
+    With ``has_priority`` the collectives of NCCL run on streams of the highest priority, as FSDP2's do: a message that
+    waits for blocks of a large kernel is late for all that follow.
     """
+    options: Any = None
+    if has_priority and dist.is_nccl_available() and "nccl" in backends:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
     module: Any = distributed_c10d
     named, module._process_group_name = module._process_group_name, lambda ranks, use_hashed_name: name
     try:
@@ -141,7 +137,7 @@ def new_group_of(ranks: Sequence[int], name: str, *, backends: str, timeout: tim
             list(ranks),
             timeout=timeout,
             backend=backends,
-            pg_options=priority_options(backends, timeout),
+            pg_options=options,
             use_local_synchronization=True,
             sort_ranks=False,
         )

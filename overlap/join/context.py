@@ -289,10 +289,10 @@ class Join(base.Join):
         """Replay the others' calls until all have run out, then leave alike."""
         joined_at = self._iterations
         if self._stops:
-            least, most = self._extremes([joined_at])
-            if least != most:
+            most, least = self._largest([joined_at, -joined_at])
+            if most != -least:
                 raise TrainingLoopError(
-                    f"ranks left the loop after {least[0]:.0f} to {most[0]:.0f} iterations; {_TO_LEAVE_EARLY}"
+                    f"ranks left the loop after {-least:.0f} to {most:.0f} iterations; {_TO_LEAVE_EARLY}"
                 )
         else:
             if self._is_iterated and not self._is_exhausted:
@@ -302,12 +302,13 @@ class Join(base.Join):
                 )
             self._replay()
             own = self._hyperparameters
-            values = own.values()
-            least, most = self._extremes(values)
-            _, last = self._extremes(values if self._rank == self._source else [-math.inf] * own.count)
+            values, count = own.values(), own.count
+            last = values if self._rank == self._source else [-math.inf] * count
+            found = self._largest([*values, *(-value for value in values), *last])
             try:
-                for others in (least, most, last):
-                    own.follow(others)
+                own.follow(found[:count])
+                own.follow([-value for value in found[count : 2 * count]])
+                own.follow(found[2 * count :])
             except TrainingLoopError:
                 self._has_raised_on_all = True
                 raise
@@ -440,11 +441,9 @@ class Join(base.Join):
         described = described or [0.0] * (_OF_CALL + self._hyperparameters.count)
         return _Poll(self._channel, [*of_ranks, *described])
 
-    def _extremes(self, numbers: Sequence[float]) -> tuple[list[float], list[float]]:
-        """The least and the largest on all ranks of each of ``numbers``, which are as many on each."""
-        both = [*numbers, *(-number for number in numbers)]
-        found = _Poll(self._channel, both, dist.ReduceOp.MAX).result(self.board.poll)
-        return [-number for number in found[len(numbers) :]], found[: len(numbers)]
+    def _largest(self, numbers: Sequence[float]) -> list[float]:
+        """Of each of ``numbers``, which are as many on all ranks, the largest."""
+        return _Poll(self._channel, numbers, dist.ReduceOp.MAX).result(self.board.poll)
 
     def _take(self, numbers: Sequence[float]) -> Sequence[float]:
         """Take over who has inputs; returns the description of a call, of zeros where an iteration begins."""

@@ -43,7 +43,7 @@ from overlap.errors import CollectiveError, ConfigurationError, OverlapError, Un
 from overlap.hooks.engine.registration import registration_of
 from overlap.plan.candidates import METHODS, PLAIN, build
 from overlap.ranks.board import Agreement, group_all_reduce
-from overlap.ranks.machines import forget
+from overlap.ranks.machines import forget, own_subgroup
 
 __all__ = ["FEWEST_ROUNDS", "Race", "device_of", "generators_restored"]
 
@@ -160,7 +160,7 @@ class Race:
         *,
         ddp_options: Mapping[str, Any],
     ) -> None:
-        self._agreement, self._ranks = agreement, dist.get_process_group_ranks(group)
+        self._agreement, self._given_group = agreement, group
         self._own, self._sample, self._ddp_options = own, sample, ddp_options
         self.samples: dict[str, list[float]] = {PLAIN: []}
         """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of plain DDP, in all."""
@@ -257,8 +257,8 @@ class Race:
         """Build ``candidate`` on a copy, and take its first steps; ``None`` where a rank could not."""
         gc.collect()  # The copies before, whose parameters and stages are in cycles.
         if self._group is None:
-            is_local = len(self._ranks) < dist.get_world_size()
-            self._group = dist.new_group(self._ranks, timeout=_TIMEOUT, use_local_synchronization=is_local)
+            given = self._given_group
+            self._group = own_subgroup(range(given.size()), given, timeout=_TIMEOUT, has_priority=False)
             # A rank that fails closes its connections: not before all ranks have connected.
             self._agreement.agree()
 

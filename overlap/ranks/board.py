@@ -75,7 +75,7 @@ _CPU = torch.device("cpu")
 _PAUSES_S = (0.0005, 0.2)
 # How long the rank that has caused a lost connection, or rank 0 when others are late, may take to say so.
 _REPORTING_S = 1.0
-_FAILED, _PURPOSE = "failed", "purpose"
+_FAILED = "failed"
 _NO_REPORT = "no rank has reported an error"
 
 
@@ -200,8 +200,10 @@ class Board:
 
     def report(self, error: BaseException) -> None:
         """Write that this rank has failed; the first report stays. Never raises: the error itself matters more."""
+        text = f"rank {self.rank}: {_one_line(error)}"
         with contextlib.suppress(Exception):
-            self.write_first(_FAILED, f"rank {self.rank}: {_one_line(error)}")
+            if self._call(lambda: self._store.compare_set(_FAILED, "", text)) == text.encode():
+                self._written.append(_FAILED)
 
     def failure(self) -> str | None:
         """The first report: the rank and its error. ``None`` without one, or where the store cannot be read."""
@@ -229,13 +231,6 @@ class Board:
         """Write ``value``, which JSON can hold. Raises: CollectiveError: the store cannot be reached."""
         self._written.append(key)
         self._call(lambda: self._store.set(key, json.dumps(value)))
-
-    def write_first(self, key: str, text: str) -> str:
-        """Write ``text``, unless another rank has written under ``key`` before; returns the text of the first."""
-        first: str = self._call(lambda: self._store.compare_set(key, "", text)).decode()
-        if first == text:
-            self._written.append(key)
-        return first
 
     def watch(self) -> None:
         """Have every other board of the group look here, too, until it is closed: the block of a Join begins."""
@@ -378,7 +373,7 @@ class Agreement:
                 returned on every rank (of a :class:`PerRank` each rank's own part), and an error of this library that
                 it raises is raised on every rank.
 
-        A rank that need not wait asks the store five times, rank 0 nine times, and the last to come once more.
+        A rank that need not wait asks the store four times, rank 0 eight times, and the last to come once more.
 
         Raises:
             PeerError: another rank has raised; the message has its number and its error.
@@ -388,22 +383,21 @@ class Agreement:
         if board is None:
             found = decide([json.loads(json.dumps(value))] * self.size)
             return json.loads(json.dumps(found[self.rank] if isinstance(found, PerRank) else found))
-        number = next(self._rounds)
-        if number == 0:
-            self._compare_purposes(board)
-        purpose = f" to {self._purpose}; every rank of the process group must do the same, in the same order"
-        answer = board.agree(str(number), value, decide, purpose=purpose)
+        same = "every rank of the process group must do the same, in the same order"
+
+        def decided(of_ranks: list[Any]) -> Any:
+            for rank, (purpose, _) in enumerate(of_ranks):
+                if purpose != self._purpose:
+                    raise CollectiveError(
+                        f"rank {rank} is about to {purpose}, and rank {self.rank} to {self._purpose}: {same}"
+                    )
+            return decide([value for _, value in of_ranks])
+
+        number, purpose = str(next(self._rounds)), f" to {self._purpose}; {same}"
+        answer = board.agree(number, [self._purpose, value], decided, purpose=purpose)
         while self._ranks.closed:
             self._ranks.closed.pop().delete()
         return answer
-
-    def _compare_purposes(self, board: Board) -> None:
-        first, _, purpose = board.write_first(_PURPOSE, f"{board.rank} {self._purpose}").partition(" ")
-        if purpose != self._purpose:
-            raise CollectiveError(
-                f"rank {board.rank} is about to {self._purpose}, and rank {first} to {purpose}: every rank of the "
-                "process group must do the same, in the same order"
-            )
 
 
 def agree(group: dist.ProcessGroup, purpose: str) -> None:

@@ -136,7 +136,9 @@ def _lacks_ranks(group: dist.ProcessGroup) -> bool:
     return group.size() < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
-def own_subgroup(ranks: Sequence[int], group: dist.ProcessGroup, *, timeout: timedelta) -> dist.ProcessGroup:
+def own_subgroup(
+    ranks: Sequence[int], group: dist.ProcessGroup, *, timeout: timedelta, has_priority: bool = True
+) -> dist.ProcessGroup:
     """A group of these ``ranks`` of ``group``, this one among them, with its backends. Every rank of ``group`` calls
     this at the same time for its own part, and makes no other.
 
@@ -147,5 +149,5 @@ def own_subgroup(ranks: Sequence[int], group: dist.ProcessGroup, *, timeout: tim
         raise ConfigurationError(f"{_BOUND}, and this process group has {group.size()} of {dist.get_world_size()}")
     whole, number = dist.get_process_group_ranks(group), next(_made.setdefault(group, itertools.count()))
     name = f"overlap/{group_name(group)}/{number}/{ranks[0]}"
-    backends = str(dist.get_backend_config(group))
-    return new_group_of([whole[rank] for rank in ranks], name, backends=backends, timeout=timeout)
+    members, backends = [whole[rank] for rank in ranks], str(dist.get_backend_config(group))
+    return new_group_of(members, name, backends=backends, timeout=timeout, has_priority=has_priority)

@@ -62,11 +62,6 @@ class _Race(Race):
         del self._lanes[candidate]
 
 
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race_module.dist, "get_process_group_ranks", lambda group: [0])
-
-
 def _run(race: _Race, entrants: Sequence[str], seconds: float, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(race_module.time, "monotonic", lambda: race.now_s)
     return race.run(entrants, end_s=seconds)

@@ -51,7 +51,7 @@ BucketFuture = torch.futures.Future[torch.Tensor]
 _Job = Callable[[], None]
 
 # Before the training stream: a message leaves earlier if it need not be encoded behind the blocks of a large kernel.
-# It does not outrank the collectives of the library's own groups, which have the highest: see ``priority_options``.
+# It does not outrank the collectives of the library's own groups, which have the highest: see ``new_group_of``.
 _PRIORITY = -1
 # How long a thread waits for a collective before it polls whether another rank has reported a failure.
 _POLL_INTERVAL = timedelta(seconds=1)
