@@ -26,6 +26,7 @@ from overlap.errors import (
     ConfigurationError,
     OverlapError,
     RegistrationError,
+    TrainingLoopError,
     UnsupportedError,
     hide_internal_frames,
 )
@@ -144,6 +145,30 @@ class Registration:
         for handle in self._handles:
             handle.remove()
         self.runtime.close()
+
+    def discard(self) -> None:
+        """Discard the last backward of a chain without an update: call it, on every rank, where the loop leaves out the
+        ``step()`` of its own optimizer, before the next forward. Stages then remember nothing of that batch.
+
+        Raises:
+            TrainingLoopError: the chain has an update, whose optimizer's ``zero_grad()`` says it; or under ``Join``.
+
+        >>> registration = chain(PowerSGD(rank=1)).register(ddp)
+        >>> loss_fn(ddp(x), y).backward()
+        >>> registration.discard()  # in place of optimizer.step()
+        >>> ddp.zero_grad()
+        """
+        if self.runtime.context.learns_of_steps:
+            raise TrainingLoopError(
+                f"registration.discard() is for chains without an update, and {self.stage!r} has one: call zero_grad() "
+                "of its optimizer in place of step()"
+            )
+        if self.runtime.context.is_joining():
+            raise TrainingLoopError(
+                "registration.discard() under Join: ranks that have run out of inputs are not told of it; give every "
+                "rank the same number of batches, or leave the call out"
+            )
+        self.runtime.discard()
 
     def report(self, error: BaseException) -> None:
         """Report that this rank has failed: the waits of the others raise a ``PeerError`` that names it. Then call

@@ -92,7 +92,7 @@ class PowerSGDState(Memory, classes.PowerSGDState):
     @property
     def error_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, by parameter."""
-        return dict(self.errors)
+        return self.values()
 
     @property
     def total_numel_before_compression(self) -> int:
@@ -158,17 +158,20 @@ class _WholeBuckets(_HookPowerSGD):
         if not self.error_feedback:
             sent_numel = await super()._reduce(whole, (key,), step)
         else:
-            errors = torch.zeros_like(square, dtype=torch.promote_types(square.dtype, torch.float32))
-            pairs = zip(keys, bucket.gradients, strict=True)
-            residuals = [memory.residual(name, gradient, errors.dtype) for name, gradient in pairs]
-            parts = bucket.with_buffer(errors[:numel]).gradients
-            copy_all(parts, residuals)
-            memory.errors[key] = errors.view(side, side)
+            dtype = torch.promote_types(square.dtype, torch.float32)
+            errors = torch.zeros_like(square, dtype=dtype)
+            pairs = list(zip(keys, bucket.with_buffer(errors[:numel]).gradients, strict=True))
+            found = [(part, memory.residual(name, part, dtype)) for name, part in pairs]
+            there = [(part, residual) for part, residual in found if residual is not None]
+            copy_all([part for part, _ in there], [residual for _, residual in there])
+            memory.put(key, errors.view(side, side))
             try:
                 sent_numel = await super()._reduce(whole, (key,), step)
+                new = memory.get(key)
             finally:
-                memory.errors.pop(key, None)
-            copy_all(residuals, parts)
+                memory.put(key, None)
+            assert new is not None, "it was put above"
+            memory.put_errors(keys, bucket.with_buffer(new.view(-1)[:numel]).gradients)
         bucket.buffer.copy_(square[:numel])
         return sent_numel
 
