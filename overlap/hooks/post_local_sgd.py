@@ -141,7 +141,7 @@ class PostLocal(Stage):
         self._learns_of_steps = False
 
     def attach(self, context: StageContext) -> None:
-        self._learns_of_steps = context.learns_of_steps
+        self._learns_of_steps, self._committed = context.learns_of_steps, None
 
     def commit(self, *, others: Collection[str] = ()) -> None:
         self._committed = None

@@ -93,8 +93,8 @@ class StageContext:
     discard: Callable[..., None] = lambda found_inf=None, **others: None
     """``discard(others=...)``: the step is not made. See :meth:`Stage.discard`."""
     note_finite: Callable[[Tensor], None] = lambda is_finite: None
-    """Notes where stages run whether a result of the pass under way, the same on all ranks, is finite: a bool,
-    0-dimensional. After a pass with one that is not, stages are called to discard."""
+    """Notes where stages run whether results of the pass under way, the same on all ranks, are finite: a tensor of
+    bools. After a pass with one that is not, stages are called to discard."""
     watch: Callable[[Any], object] = lambda watcher: None
     """Notifies an object of DDP's own buckets, other than those of a replay, until the registration is removed:
     ``arrived(bucket)`` on the thread of backward, which returns the bucket that stages are given, and after the last
@@ -177,7 +177,7 @@ class Stage(ABC):
     def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:  # noqa: B027
         """Called in place of :meth:`commit` where the step is not made, on all ranks alike: the memory is to be as the
         last step has left it. The loop has discarded the gradients, the pass has failed, or gradients are not finite.
-        On an accelerator the last is so where ``found_inf``, 0-dimensional, is given and not zero; :meth:`commit`
+        On an accelerator the last is so where ``found_inf``, a 0-dimensional bool, is given and true; :meth:`commit`
         follows in any case."""
 
     def state_dict(self) -> dict[str, Any]:

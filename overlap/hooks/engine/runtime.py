@@ -199,6 +199,7 @@ class Runtime:
                 found_inf = None
             else:
                 found_inf = hold(found_inf).reshape(())
+                found_inf = found_inf if found_inf.dtype is torch.bool else found_inf != 0
         names = self._names_of(others)
         for stage in self._called["discard"]:
             stage.discard(found_inf=found_inf, others=names)
@@ -336,6 +337,7 @@ class Runtime:
             error = RuntimeError("a new backward began before all buckets had arrived")
             self.executor.submit(partial(stale.fail, error))
             stale.wait()
+            self.discard()
         begun = BackwardPass(
             self.passes,
             self._runs,
@@ -383,7 +385,7 @@ class Runtime:
         for watcher in self._watchers:
             watcher.over(failed=error is not None)
         if error is None and self._are_finite:
-            self.discard(~torch.stack([hold(one) for one in self._are_finite]).all())
+            self.discard(~torch.cat([hold(one).view(-1) for one in self._are_finite]).all())
         for stage in self._called["after_backward"]:
             try:
                 note = stage.after_backward(failed=error is not None)

@@ -241,7 +241,7 @@ class PowerIteration:
             flat.copy_(sent[:numel]).mul_(divisor)
         await all_reduce(sent, group=self.bucket.group)
         self.sent_numel += sent.numel()
-        if exact:
+        if exact and not has_streams(sent.device):
             self.memory.note_finite(all_finite(sent[numel:]))
         parts = sent[numel:].split([gradient.numel() for gradient in exact])
         copy_all(exact, [part.view_as(gradient) for part, gradient in zip(parts, exact, strict=True)])
@@ -263,13 +263,17 @@ class PowerIteration:
     def _marked(self, mean: Factors) -> Factors:
         """The mean factors with NaN in place of matrices that are not finite on all ranks, which so come out as NaN;
         see [Note: matrices that are not finite]."""
-        is_queued = has_streams(mean.flat.device)
-        are_finite = torch.stack(norms(mean.each(), math.inf)) < math.inf if is_queued else all_finite(mean.flat)
-        self.memory.note_finite(are_finite.all())
-        if not is_queued:
-            if are_finite:
+        factors = mean.each()
+        if has_streams(mean.flat.device):
+            exact = [self.bucket.gradients[place].to(self.dtype) for place in self.layout.exact]
+            are_finite = torch.stack(norms([*factors, *exact], math.inf)) < math.inf
+            self.memory.note_finite(are_finite)
+            are_finite = are_finite[: len(factors)]
+        else:
+            self.memory.note_finite(are_all := all_finite(mean.flat))
+            if are_all:
                 return mean
-            are_finite = torch.stack(norms(mean.each(), math.inf)) < math.inf
+            are_finite = torch.stack(norms(factors, math.inf)) < math.inf
         return Factors(mean.layout, torch.where(are_finite[mean.layout.owners], mean.flat, math.nan))
 
     def _orthonormalize(self, factors: Factors) -> None:

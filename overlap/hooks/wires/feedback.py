@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import hold
+from overlap._torch.device import hold, storage_key
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.stage import StageContext
@@ -147,10 +147,10 @@ class StageMemory:
         for name, error in zip(names, errors, strict=True):
             self.put(name, error)
 
-    def note_finite(self, is_finite: Tensor) -> None:
-        """A result of this pass, the same on all ranks, is finite or not: a bool, 0-dimensional."""
+    def note_finite(self, are_finite: Tensor) -> None:
+        """Results of this pass, the same on all ranks, are finite or not: bools."""
         if self._context is not None:
-            self._context.note_finite(is_finite)
+            self._context.note_finite(are_finite)
 
     # The step.
 
@@ -166,20 +166,26 @@ class StageMemory:
     def discard(self, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
         """The step is not made: drop what passes have put, but for ``others`` among the names.
 
-        With ``found_inf``, 0-dimensional on an accelerator: only if it is not zero, which the host does not learn, so
-        that random numbers go on in any case.
+        With ``found_inf``, a bool of an accelerator, 0-dimensional: only if it is true, which the host does not learn,
+        so that random numbers go on in any case.
         """
-        for key in [key for key in self._tentative if key[1] not in others]:
-            if found_inf is None:
+        keys = [key for key in self._tentative if key[1] not in others]
+        if found_inf is None:
+            for key in keys:
                 del self._tentative[key]
-            elif (new := self._tentative[key]) is not None:
-                old = self._committed.get(key)
-                if old is not None and old.shape == new.shape:
-                    torch.where(found_inf != 0, hold(old.to(new)), hold(new), out=new)
-                elif key[0] == "error":  # There was none. A first basis may be any.
-                    hold(new).masked_fill_(found_inf != 0, 0)
-        if self.is_settled and found_inf is None:
-            self.generator.discard()
+            if self.is_settled:
+                self.generator.discard()
+            return
+        together: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for key in keys:
+            new, old = self._tentative[key], self._committed.get(key)
+            if new is not None and old is not None and old.shape == new.shape:
+                together.setdefault(storage_key(new), []).append((new, old))
+            elif new is not None and key[0] == "error":  # There was none. A first basis may be any.
+                hold(new).masked_fill_(found_inf, 0)
+        for pairs in together.values():
+            for new, old in pairs if others else _as_one(pairs):
+                torch.where(found_inf, hold(old.to(new)), hold(new), out=new)
 
     @property
     def is_settled(self) -> bool:
@@ -283,6 +289,15 @@ class StageMemory:
             )
         for name, error in errors.items():
             check_shape(name, error, parameters[name])
+
+
+def _as_one(pairs: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+    """The wholes of which ``pairs`` of a new and an old tensor are views, one kernel for all; or the pairs themselves,
+    where views are at other places of one than of the other."""
+    new, old = (one if one._base is None else one._base for one in pairs[0])
+    is_alike = len({storage_key(old) for _, old in pairs}) == 1 and (new.shape, new.dtype) == (old.shape, old.dtype)
+    places = (one.storage_offset() == other.storage_offset() and one.stride() == other.stride() for one, other in pairs)
+    return [(new, old)] if is_alike and new.stride() == old.stride() and all(places) else pairs
 
 
 def _place(context: StageContext) -> _Place:

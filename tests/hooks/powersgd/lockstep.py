@@ -139,7 +139,9 @@ class World:
         finally:
             for coroutine in coroutines:
                 coroutine.close()
-        found_inf = ~torch.stack(self.are_finite).all() if self.are_finite else torch.tensor(False)
+        found_inf = (
+            ~torch.cat([one.view(-1) for one in self.are_finite]).all() if self.are_finite else torch.tensor(False)
+        )
         for stage in self.stages:
             for each in walk(stage):
                 if has_streams(CPU):
