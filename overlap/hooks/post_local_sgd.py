@@ -136,12 +136,11 @@ class PostLocal(Stage):
         self.children = (self.inner,)
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
-        # Passes up to the last step, once one has begun since; and whether the chain learns of steps.
         self._committed: int | None = None
-        self._learns_of_steps = False
+        """Passes up to the last step, once one has begun since."""
 
     def attach(self, context: StageContext) -> None:
-        self._learns_of_steps, self._committed = context.learns_of_steps, None
+        self._committed = None
 
     def commit(self, *, others: Collection[str] = ()) -> None:
         self._committed = None
@@ -168,8 +167,7 @@ class PostLocal(Stage):
 
     def state_dict(self) -> dict[str, Any]:
         """That of ``inner``, and ``iter``."""
-        is_undecided = self._learns_of_steps and self._committed is not None
-        return {**super().state_dict(), "iter": self._committed if is_undecided else self._state.iter}
+        return {**super().state_dict(), "iter": self._state.iter}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` counts on from its own."""

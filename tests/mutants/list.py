@@ -145,7 +145,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "every step starts from random directions": Mutant(
         "hooks/powersgd/algorithm.py",
-        "found = self.memory.factor(key, side) if self.cold_step is None else None",
+        "found = self.memory.get(key, side) if self.cold_step is None else None",
         "found = None",
         "hooks/powersgd/test_torch_parity.py -k outputs",
     ),

@@ -158,16 +158,13 @@ class Registration:
         >>> registration.discard()  # in place of optimizer.step()
         >>> ddp.zero_grad()
         """
+        reason = ""
         if self.runtime.context.learns_of_steps:
-            raise TrainingLoopError(
-                f"registration.discard() is for chains without an update, and {self.stage!r} has one: call zero_grad() "
-                "of its optimizer in place of step()"
-            )
-        if self.runtime.context.is_joining():
-            raise TrainingLoopError(
-                "registration.discard() under Join: ranks that have run out of inputs are not told of it; give every "
-                "rank the same number of batches, or leave the call out"
-            )
+            reason = f"{self.stage!r} has an update: call zero_grad() of its optimizer in place of step()"
+        elif self.runtime.context.is_joining():
+            reason = "under Join ranks that have run out of inputs are not told of it: leave the call out"
+        if reason:
+            raise TrainingLoopError(f"registration.discard(): {reason}")
         self.runtime.discard()
 
     def report(self, error: BaseException) -> None:

@@ -192,14 +192,12 @@ class Runtime:
         """The step is not made; where ``found_inf`` is given, only if it is not zero."""
         if not self._called["discard"]:
             return
-        if found_inf is not None:
-            if not has_streams(found_inf.device):
-                if not found_inf:
-                    return
-                found_inf = None
-            else:
-                found_inf = hold(found_inf).reshape(())
-                found_inf = found_inf if found_inf.dtype is torch.bool else found_inf != 0
+        if found_inf is not None and has_streams(found_inf.device):
+            found_inf = hold(found_inf).reshape(()).to(torch.bool)
+        elif found_inf is not None:
+            if not found_inf:
+                return
+            found_inf = None
         names = self._names_of(others)
         for stage in self._called["discard"]:
             stage.discard(found_inf=found_inf, others=names)

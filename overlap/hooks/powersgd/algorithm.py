@@ -154,7 +154,7 @@ class PowerIteration:
         side: Side = "left" if layout.is_left else "right"
         targets, sources = [], []
         for key, factor in zip(self.keys, factors.each(), strict=True):
-            found = self.memory.factor(key, side) if self.cold_step is None else None
+            found = self.memory.get(key, side) if self.cold_step is None else None
             if found is not None and found.shape == factor.shape:
                 sources.append(hold(found))
                 targets.append(factor)

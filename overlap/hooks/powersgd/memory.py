@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,13 +31,9 @@ class Memory(StageMemory):
 
     def __init__(self, owner: object, *, wire: Wire | None) -> None:
         super().__init__(owner, error_feedback=True, wire=wire)
-        self.steps = 0
-        """Backward passes begun, without those that were discarded."""
-        self.numel_before = 0
-        """Elements of all compressed passes so far, before compression."""
-        self.numel_after = 0
-        """And after it."""
-        self._counts = (0, 0, 0)
+        # Backward passes, without those that were discarded; elements of all compressed ones, before and after that.
+        self.counts = {"steps": 0, "before": 0, "after": 0}
+        self._committed_counts = dict(self.counts)
         self.kept: dict[tuple[object, ...], Tensor] = {}
         """Spare directions and workspace that last from step to step; not saved."""
         self._numbers: Any = WeakIdKeyDictionary()
@@ -56,10 +52,6 @@ class Memory(StageMemory):
     # Beside the errors: the mean factors of the last pass, the same on every rank. Left ones are ``(rank, rows)``,
     # right ones ``(rank, cols)``, with columns in the order of the gradient's memory. A parameter has one of the two:
     # only where factors alternate is it ever the left one.
-
-    def factor(self, key: str, side: Side) -> Tensor | None:
-        """The factor of a parameter; ``None`` if there is none of this side."""
-        return self.get(key, side)
 
     def put_factor(self, key: str, side: Side, factor: Tensor) -> None:
         """Put a new factor, in place of one of either side."""
@@ -87,28 +79,16 @@ class Memory(StageMemory):
         for kind in ("error", "left", "right"):
             self.put(key, None, kind)
 
-    # The step.
-
-    def commit(self, others: Collection[str] = ()) -> None:
-        super().commit(others)
-        self._counts = self.steps, self.numel_before, self.numel_after
-
-    def discard(self, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
-        """As of any memory. Where the host does not learn whether the step is made, the counters go on in any case, and
-        so do factors that alternate, from directions of their own."""
-        super().discard(found_inf, others)
-        if self.is_settled and found_inf is None:
-            self.steps, self.numel_before, self.numel_after = self._counts
-
     def compression_stats(self) -> tuple[float, int, int]:
         """The ratio of elements before and after compression (0 before any was sent), and both numbers."""
-        return self.numel_before / max(1, self.numel_after), self.numel_before, self.numel_after
+        before, after = self.counts["before"], self.counts["after"]
+        return before / max(1, after), before, after
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`PowerSGD.state_dict`."""
         rank, ranks = self.place or (None, None)
         left, right, is_committed = self.values("left"), self.values("right"), self._learns_of_steps
-        steps, *numel = self._counts if is_committed else (self.steps, self.numel_before, self.numel_after)
+        steps, *numel = (self._committed_counts if is_committed else self.counts).values()
         return {
             "rank": rank,
             "ranks": ranks,
@@ -127,9 +107,9 @@ class Memory(StageMemory):
         super().load_state_dict({"error": state_dict["residuals"], "generator": state_dict["generator"], **place})
         side = "left" if state_dict["is_left"] else "right"
         self._committed.update({(side, key): factor.clone() for key, factor in state_dict["factors"].items()})
-        self.steps = int(state_dict["steps"])
-        self.numel_before, self.numel_after = map(int, state_dict["numel"])
-        self._counts = self.steps, self.numel_before, self.numel_after
+        before, after = map(int, state_dict["numel"])
+        self.counts = {"steps": int(state_dict["steps"]), "before": before, "after": after}
+        self._committed_counts = dict(self.counts)
 
 
 def _check_form(state: Any) -> None:

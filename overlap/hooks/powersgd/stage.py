@@ -104,7 +104,7 @@ class PowerSGD(Stage):
 
     def before_backward(self, *, is_replay: bool) -> None:
         self._memory.begin()
-        self._memory.steps += 1
+        self._memory.counts["steps"] += 1
         if self.wire is not None:
             self._memory.find_levels()
 
@@ -118,7 +118,7 @@ class PowerSGD(Stage):
         # Also before compression begins, because parameters without names are numbered in the first pass.
         keys = self._memory.keys_of(bucket)
         # Passes since compression began.
-        step = self._memory.steps - 1 - self.start_step
+        step = self._memory.counts["steps"] - 1 - self.start_step
         # A buffer of complex gradients holds them as pairs of real numbers.
         is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
         if step < 0 or not is_real or bucket.buffer.numel() == 0:
@@ -126,8 +126,8 @@ class PowerSGD(Stage):
             return
         sent_numel = await self._reduce(bucket, keys, step)
         # Not in one statement: other buckets count during the await.
-        self._memory.numel_before += bucket.buffer.numel()
-        self._memory.numel_after += sent_numel
+        self._memory.counts["before"] += bucket.buffer.numel()
+        self._memory.counts["after"] += sent_numel
 
     async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
         """Reduce the bucket; returns how many elements were sent."""

@@ -87,7 +87,7 @@ class PowerSGDState(Memory, classes.PowerSGDState):
     @property
     def iter(self) -> int:
         """Backward passes so far."""
-        return self.steps
+        return self.counts["steps"]
 
     @property
     def error_dict(self) -> dict[str, Tensor]:
@@ -96,11 +96,11 @@ class PowerSGDState(Memory, classes.PowerSGDState):
 
     @property
     def total_numel_before_compression(self) -> int:
-        return self.numel_before
+        return self.counts["before"]
 
     @property
     def total_numel_after_compression(self) -> int:
-        return self.numel_after
+        return self.counts["after"]
 
     redistribute = staticmethod(redistribute)
 
@@ -136,8 +136,9 @@ class _HookPowerSGD(PowerSGD):
 
     def after_backward(self, *, failed: bool) -> str | None:
         rate, before, after = self.compression_stats()
-        if after and not failed and self._memory.steps % self._log_every_steps == 0:
-            _logger.info("step %d: %d elements sent as %d, %.1f times fewer", self._memory.steps, before, after, rate)
+        step = self._memory.counts["steps"]
+        if after and not failed and step % self._log_every_steps == 0:
+            _logger.info("step %d: %d elements sent as %d, %.1f times fewer", step, before, after, rate)
         return super().after_backward(failed=failed)
 
 

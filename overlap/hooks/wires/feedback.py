@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import hold, storage_key
+from overlap._torch.device import has_streams, hold, storage_key
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.stage import StageContext
@@ -56,13 +56,9 @@ class RoundingGenerator:
         if self._generator is not None and self._committed is None:
             self._committed = self._generator.get_state()
 
-    def commit(self) -> None:
-        """The step is made."""
-        self._committed = None
-
-    def discard(self) -> None:
-        """The step is not made: draw the same numbers again."""
-        if self._generator is not None and self._committed is not None:
+    def settle(self, *, is_made: bool) -> None:
+        """The step is made, or not: the same numbers are drawn again."""
+        if self._generator is not None and self._committed is not None and not is_made:
             self._generator.set_state(self._committed)
         self._committed = None
 
@@ -97,6 +93,9 @@ class StageMemory:
         # By kind and name, as the last step has left them; and what passes since have put in their place.
         self._committed: dict[tuple[str, str], Tensor] = {}
         self._tentative: dict[tuple[str, str], Tensor | None] = {}
+        self.counts: dict[str, int] = {}
+        """Numbers that passes change, the same on all ranks."""
+        self._committed_counts: dict[str, int] = {}
         self._saved_by: _Place | None = None
         self._context: StageContext | None = None
         self._levels: Levels | None = None
@@ -143,9 +142,8 @@ class StageMemory:
         add_all(changed, errors)
 
     def put_errors(self, names: Sequence[str], errors: Sequence[Tensor]) -> None:
-        """Put new errors, fp32."""
-        for name, error in zip(names, errors, strict=True):
-            self.put(name, error)
+        """Put new errors."""
+        self._tentative.update({("error", name): error for name, error in zip(names, errors, strict=True)})
 
     def note_finite(self, are_finite: Tensor) -> None:
         """Results of this pass, the same on all ranks, are finite or not: bools."""
@@ -161,36 +159,37 @@ class StageMemory:
                 self._committed.pop(key, None)
             else:
                 self._committed[key] = value
-        self.generator.commit()
+        self.generator.settle(is_made=True)
+        self._committed_counts = dict(self.counts)
 
     def discard(self, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
         """The step is not made: drop what passes have put, but for ``others`` among the names.
 
-        With ``found_inf``, a bool of an accelerator, 0-dimensional: only if it is true, which the host does not learn,
-        so that random numbers go on in any case.
+        With ``found_inf``, a bool, 0-dimensional: only if it is true. On an accelerator the host does not learn that:
+        counts and random numbers then go on in any case.
         """
         keys = [key for key in self._tentative if key[1] not in others]
-        if found_inf is None:
+        if found_inf is not None and has_streams(found_inf.device):
+            self._discard_where(found_inf, keys)
+        elif found_inf is None or found_inf:
             for key in keys:
                 del self._tentative[key]
-            if self.is_settled:
-                self.generator.discard()
-            return
-        together: dict[int, list[tuple[Tensor, Tensor]]] = {}
+            if not self._tentative:
+                self.generator.settle(is_made=False)
+                self.counts = dict(self._committed_counts)
+
+    def _discard_where(self, found_inf: Tensor, keys: Sequence[tuple[str, str]]) -> None:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        is_whole = len(keys) == len(self._tentative)
         for key in keys:
             new, old = self._tentative[key], self._committed.get(key)
             if new is not None and old is not None and old.shape == new.shape:
-                together.setdefault(storage_key(new), []).append((new, old))
+                pairs.append((new, old))
             elif new is not None and key[0] == "error":  # There was none. A first basis may be any.
                 hold(new).masked_fill_(found_inf, 0)
-        for pairs in together.values():
-            for new, old in pairs if others else _as_one(pairs):
-                torch.where(found_inf, hold(old.to(new)), hold(new), out=new)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all values are those that the last step has left."""
-        return not self._tentative
+                is_whole = False
+        for new, old in _as_wholes(pairs) if is_whole else pairs:
+            torch.where(found_inf, hold(old.to(new)), hold(new), out=new)
 
     @property
     def _learns_of_steps(self) -> bool:
@@ -291,13 +290,17 @@ class StageMemory:
             check_shape(name, error, parameters[name])
 
 
-def _as_one(pairs: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
-    """The wholes of which ``pairs`` of a new and an old tensor are views, one kernel for all; or the pairs themselves,
-    where views are at other places of one than of the other."""
-    new, old = (one if one._base is None else one._base for one in pairs[0])
-    is_alike = len({storage_key(old) for _, old in pairs}) == 1 and (new.shape, new.dtype) == (old.shape, old.dtype)
-    places = (one.storage_offset() == other.storage_offset() and one.stride() == other.stride() for one, other in pairs)
-    return [(new, old)] if is_alike and new.stride() == old.stride() and all(places) else pairs
+def _as_wholes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The wholes of which ``pairs`` of a new and an old tensor are views, to take one kernel for all of a bucket; where
+    they are views of other places in one than in the other, the pairs."""
+    wholes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for new, old in pairs:
+        if (new.storage_offset(), new.stride(), new.dtype) != (old.storage_offset(), old.stride(), old.dtype):
+            return list(pairs)
+        whole = tuple(one if one._base is None else one._base for one in (new, old))
+        wholes[storage_key(new), storage_key(old)] = whole  # type: ignore[assignment]
+    is_unique = len({new for new, _ in wholes}) == len(wholes)
+    return list(wholes.values() if is_unique and all(new.shape == old.shape for new, old in wholes.values()) else pairs)
 
 
 def _place(context: StageContext) -> _Place:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import has_streams, hold
+from overlap._torch.device import hold
 from overlap._torch.foreach import all_finite, copy_all
 from overlap.hooks import StageContext, all_reduce
 from overlap.hooks.engine.executors import executor_for
@@ -51,7 +51,8 @@ class Running:
         for completion in self.completions.values():
             completion.wait()
         if self.wire is not None and self.are_finite:
-            self.wire.settle(~torch.stack([hold(one) for one in self.are_finite]).all())
+            self.wire.memory.discard(~torch.stack([hold(one) for one in self.are_finite]).all())
+            self.wire.memory.commit()
             self.are_finite.clear()
 
 
@@ -201,15 +202,7 @@ class WiredMean:
         self.wire = wire
         self.anchors = anchors
         self.memory = StageMemory(owner, error_feedback=error_feedback, wire=wire)
-        """This rank's rounding errors and random numbers, whose step is a round."""
-
-    def settle(self, found_inf: Tensor) -> None:
-        """A mean is there: it counts, unless ``found_inf``. See [Note: memory and the step]."""
-        if has_streams(found_inf.device):
-            self.memory.discard(found_inf)
-        elif found_inf:
-            self.memory.discard()
-        self.memory.commit()
+        """This rank's rounding errors and random numbers, whose step is an average."""
 
     async def mean(
         self,

@@ -332,7 +332,7 @@ def _removed_and_refused(rank: int, world_size: int) -> None:
     assert_parity(stage.state_dict(), before, what="removed before the step")
     run.ddp.zero_grad()
     registration = chain(stage).register(run.ddp)
-    with Join([run.ddp]), pytest.raises(TrainingLoopError, match=r"registration.discard\(\) under Join"):
+    with Join([run.ddp]), pytest.raises(TrainingLoopError, match=r"registration.discard\(\): under Join"):
         registration.discard()
     run.backward(1)
     after = stage.state_dict()
