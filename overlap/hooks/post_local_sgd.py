@@ -7,11 +7,12 @@ parameters, is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from overlap._checks import check_flag, check_group, check_whole_number, described, told
 from overlap._torch import classes
@@ -20,7 +21,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook, as_stage
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.reducers import AllReduce
-from overlap.hooks.stage import Stage
+from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.machines import group_of_machine
 
 __all__ = [
@@ -132,8 +133,21 @@ class PostLocal(Stage):
         self.children = (self.inner,)
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
+        self._committed: int | None = None
+        """Passes up to the last step, once one has begun since."""
+
+    def attach(self, context: StageContext) -> None:
+        self._committed = None
+
+    def commit(self, *, others: Collection[str] = ()) -> None:
+        self._committed = None
+
+    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
+        if found_inf is None and self._committed is not None:
+            self._state.iter, self._committed = self._committed, None
 
     def before_backward(self, *, is_replay: bool) -> None:
+        self._committed = self._state.iter if self._committed is None else self._committed
         # Decided once for all buckets of the pass, and here, because making a group is a collective.
         self._is_local = self._state.is_local
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
@@ -155,7 +169,7 @@ class PostLocal(Stage):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` counts on from its own."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "iter"})
-        self._state.iter = state_dict.get("iter", self._state.iter)
+        self._state.iter, self._committed = state_dict.get("iter", self._state.iter), None
 
     @property
     def signature(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap._checks import check_flag, check_whole_number, told
+from overlap._torch.foreach import all_finite
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_gather
@@ -35,8 +36,9 @@ class Quantize(Stage):
     Args:
         wire: the format, :class:`Int8` by default.
         error_feedback: whether to add a step's rounding errors to the next step's gradients; takes one fp32 copy of the
-            gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
-            rank. Needs the parameters' names, which a hook registered with DDP itself does not know.
+            gradients, and from backward to the step two. A step that is not made, or a pass with a result that is not
+            finite, changes it on no rank. Needs the parameters' names, which a hook registered with DDP itself does
+            not know.
 
     Communication: a send and a receive with every other rank (on NCCL one all-to-all), then an all-gather, both of
     ``N/W`` encoded values; on several machines these between them, and within each a reduce-scatter and an all-gather
@@ -73,12 +75,11 @@ class Quantize(Stage):
         self._memory.begin()
         self._memory.find_levels()
 
-    def note_result(self, result: Tensor) -> None:
-        self._memory.note(result)
+    def commit(self, *, others: Collection[str] = ()) -> None:
+        self._memory.commit(others)
 
-    def after_backward(self, *, failed: bool) -> str | None:
-        self._memory.settle(failed=failed)
-        return None
+    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
+        self._memory.discard(found_inf, others)
 
     async def __call__(self, bucket: Bucket) -> None:
         if not bucket.buffer.is_floating_point():
@@ -103,7 +104,8 @@ class Quantize(Stage):
         if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
             # What rounding the mean loses is not delivered either; each rank keeps its part of it.
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
-        self._memory.hold_errors(own.names, own.gradients, bucket.buffer)
+        self._memory.put_errors(own.names, own.gradients)
+        self._memory.note_finite(all_finite(bucket.buffer))
 
     def _exchange_of(self, bucket: Bucket) -> QuantizedSum:
         """Made once for all buckets of a size."""

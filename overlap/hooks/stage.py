@@ -6,7 +6,7 @@ import enum
 import re
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,16 @@ class StageContext:
     """Reports an error in the training loop between two passes, after which this rank stops, to the other ranks."""
     note_unfinished: Callable[[], None] = lambda: None
     """Before the next forward, discards DDP's unfinished backward, because it failed."""
+    learns_of_steps: bool = False
+    """Whether a stage of the chain tells of each step that is made; the loop's own optimizer does not."""
+    commit: Callable[..., None] = lambda found_inf=None, **others: None
+    """``commit(found_inf, others=...)``: the step is made, unless ``found_inf`` is not zero; but for parameters for
+    which ``others`` is true. See :meth:`Stage.commit`."""
+    discard: Callable[..., None] = lambda found_inf=None, **others: None
+    """``discard(others=...)``: the step is not made. See :meth:`Stage.discard`."""
+    note_finite: Callable[[Tensor], None] = lambda is_finite: None
+    """Notes where stages run whether results of the pass under way, the same on all ranks, are finite: a tensor of
+    bools. After a pass with one that is not, stages are called to discard."""
     watch: Callable[[Any], object] = lambda watcher: None
     """Notifies an object of DDP's own buckets, other than those of a replay, until the registration is removed:
     ``arrived(bucket)`` on the thread of backward, which returns the bucket that stages are given, and after the last
@@ -121,6 +131,8 @@ class Stage(ABC):
 
     children: tuple[Stage, ...] = ()
     """The stages that this one is made of."""
+    tells_of_steps: bool = False
+    """Whether the chain learns from this stage, through its context, that a step is made or discarded."""
     runs_inline: bool = False
     """Whether a chain with it runs on autograd's thread, where DDP calls hooks, and on no worker's."""
 
@@ -157,9 +169,16 @@ class Stage(ABC):
         """``bucket`` as the next stage of the chain sees it."""
         return bucket.with_mean() if self.role is Role.REDUCER else bucket
 
-    def note_result(self, result: Tensor) -> None:  # noqa: B027
-        """Called with the result of another reducer of the same pass, the same on all ranks. Where it is not finite the
-        pass is not applied, so a stage with memory drops what the pass would change."""
+    def commit(self, *, others: Collection[str] = ()) -> None:  # noqa: B027
+        """Called on the training thread when the step is made: what passes have changed in the stage's memory stays;
+        but for ``others``, names of parameters that other updates of the chain step. Where no stage tells of steps,
+        called before the next forward."""
+
+    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:  # noqa: B027
+        """Called in place of :meth:`commit` where the step is not made, on all ranks alike: the memory is to be as the
+        last step has left it. The loop has discarded the gradients, the pass has failed, or gradients are not finite.
+        On an accelerator the last is so where ``found_inf``, a 0-dimensional bool, is given and true; :meth:`commit`
+        follows in any case."""
 
     def state_dict(self) -> dict[str, Any]:
         """The stage's memory between steps on this rank: tensors and plain values by name. By default those of
@@ -239,6 +258,7 @@ class UpdateStage(Stage):
     """An update whose parameters and time are known, and which can be skipped."""
 
     role = Role.UPDATE
+    tells_of_steps = True
 
     @property
     @abstractmethod

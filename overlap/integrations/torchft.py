@@ -6,8 +6,8 @@ Replicas are jobs of their own that come and go. Before a step torchft's manager
 connects them anew if they have changed, and sends the state of one that is up to date to those that are not.
 Collectives never raise: the manager notes their errors, and after backward it commits the step or does not.
 
-So a step may leave nothing behind before the commit. The update is deferred: ``step()`` makes it, or does not. Stages
-change their memory in backward; it is copied before each step, and put back where that is not committed.
+So a step may leave nothing behind before the commit. The update is deferred: ``step()`` makes it, or does not, and with
+it the stages' memory stays or is taken back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import PostLocal, Role, Stage
+from overlap.hooks import PostLocal, Registration, Role, Stage
 from overlap.hooks import chain as chain_of
 from overlap.hooks.adapters import HookStage
 from overlap.hooks.stage import walk
@@ -100,7 +100,7 @@ def prepare(
     run = Run(Recipe(_checked(chain)), ddp, [optimizer], late=_COMMITS)
     assert run.registration is not None, "a chain was given"
     try:
-        return ddp, ManagedOptimizer(manager, run, group, run.registration.stage)
+        return ddp, ManagedOptimizer(manager, run, group, run.registration)
     except BaseException:
         run.remove()
         raise
@@ -112,11 +112,10 @@ class ManagedOptimizer(OptimizerProxy):
     Call ``zero_grad()`` before each forward, and ``step()`` after each backward, also after one that has raised.
     """
 
-    def __init__(self, manager: Manager, run: Run, group: _Replicas, stage: Stage) -> None:
+    def __init__(self, manager: Manager, run: Run, group: _Replicas, registration: Registration) -> None:
         self.optimizer = run.optimizers[0]  # It runs the step hooks: step() is not patched.
-        self._manager, self._run, self._group, self._stage = manager, run, group, stage
-        # The memory of the stages, between zero_grad() and step().
-        self._before: dict[str, Any] | None = None
+        self._manager, self._run, self._group, self._registration = manager, run, group, registration
+        self._is_between = False  # zero_grad() and step().
         try:
             manager.register_state_dict_fn("overlap", self._heal, self._state)
         except AssertionError as error:
@@ -129,14 +128,14 @@ class ManagedOptimizer(OptimizerProxy):
             TimeoutError: torchft's, where there is no quorum within its ``quorum_timeout``.
             ConfigurationError: the other replicas have another model, optimizer or chain.
         """
-        if self._before is not None and self._manager.errored() is not None:
+        if self._is_between and self._manager.errored() is not None:
             self.step()  # The loop goes on after an error in backward: this replica votes against the step.
         super().zero_grad(set_to_none)
         self._manager.start_quorum()
-        self._before = self._stage.state_dict()
+        self._is_between = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Make the update if torchft commits the step; otherwise put the stages' memory back, and change nothing.
+        """Make the update if torchft commits the step; otherwise take the stages' memory back, and change nothing.
 
         Raises:
             RuntimeError: torchft's, after more than its ``max_retries`` steps that were not committed.
@@ -145,17 +144,18 @@ class ManagedOptimizer(OptimizerProxy):
         """
         if closure is not None or "found_inf" in vars(self):
             raise UnsupportedError(f"{_COMMITS}, so neither a closure nor GradScaler works: use bfloat16, for example")
-        if self._before is None:
+        if not self._is_between:
             raise TrainingLoopError("call optimizer.zero_grad() before each forward: it begins torchft's step")
         is_committed = False
         try:
             is_committed = self._manager.should_commit()
         finally:
             if not is_committed:
-                self._stage.load_state_dict(self._before)
-            self._before = None
+                self._registration.runtime.discard()
+            self._is_between = False
         if is_committed:
             self.optimizer.step()
+            self._registration.runtime.commit()  # Of a chain without an update.
 
     # A state is saved as that of the one rank of a run, and loaded by the second of two: it gets all that ranks have
     # alike, and of the errors none.
@@ -209,6 +209,10 @@ def _checked(chain: Any) -> Any:
     made = chain_of(*chain) if isinstance(chain, (list, tuple)) else chain_of(chain)
     for stage in walk(made):
         _refuse(stage)
+        if type(stage).state_dict is not Stage.state_dict and type(stage).discard is Stage.discard:
+            raise UnsupportedError(
+                f"{stage!r} has memory and no discard(), and {_COMMITS}: write commit() and discard()"
+            )
         if stage.role is Role.AVERAGER:
             raise UnsupportedError(f"{stage!r} changes parameters in backward, and {_COMMITS}")
     return made

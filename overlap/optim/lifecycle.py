@@ -303,6 +303,8 @@ class UpdateLifecycle(Terms):
         self.is_replay = False
         """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
         self.gradients = PassGradients(clears, terms=self)
+        self.others: Sequence[UpdateLifecycle] = ()
+        """Of the other updates of the chain."""
         self._groups = groups
         self._used: UsedValues | None = None
 
@@ -349,6 +351,7 @@ class UpdateLifecycle(Terms):
         if is_replay:
             self._clear_before_pass()
             if self.phase is Phase.REDUCED and self.is_replay:
+                self._settle(is_made=False)
                 self.phase = Phase.IDLE  # The others have discarded that backward.
             self.phase = self.check(Event.REPLAY)
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
@@ -375,6 +378,8 @@ class UpdateLifecycle(Terms):
     def on_reduced(self, outcome: Phase | None = None) -> None:
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
+        if self.phase is not Phase.REDUCED:
+            self._settle(is_made=True, found_inf=self.verdict.found_inf)
         if self.is_replay:
             return
         if self.gradients.has_parts or self.phase is not Phase.REDUCED:
@@ -382,8 +387,11 @@ class UpdateLifecycle(Terms):
         if self.phase is Phase.APPLIED and self._groups is not None:
             self._used = UsedValues(self._groups(), list(self.gradients.applied.values()))
 
-    def on_step(self, updated: Iterable[Tensor] = ()) -> None:
-        """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
+    def on_step(self, updated: Iterable[Tensor] = (), *, verdict: Verdict = _NO_VERDICT) -> None:
+        """``step()`` has made its update, of ``updated`` among others, unless by ``verdict``; :meth:`check_step` came
+        first."""
+        if self.phase is Phase.REDUCED:
+            self._settle(is_made=True, found_inf=verdict.found_inf)
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
             reduced = self.gradients.reduced
             self.gradients.note_applied([p for p in updated if id(p) in reduced] if updated else ())
@@ -400,6 +408,8 @@ class UpdateLifecycle(Terms):
         """
         self.check(Event.ZERO_GRAD)
         self.verdict = _NO_VERDICT
+        if self.phase is Phase.REDUCED:
+            self._settle(is_made=False)
         is_before_backward = self.phase in (Phase.IDLE, Phase.STEPPED)
         self.gradients.note_zero_grad(set_to_none=set_to_none, restores=is_before_backward)
         self.phase = self.check(Event.ZERO_GRAD)
@@ -413,6 +423,8 @@ class UpdateLifecycle(Terms):
 
     def on_update_failure(self) -> None:
         """The optimizer raised in ``step()``."""
+        if self.phase is Phase.REDUCED:
+            self._settle(is_made=False)
         self.phase = self.check(Event.UPDATE_FAILURE)
 
     def on_remove(self) -> None:
@@ -422,6 +434,16 @@ class UpdateLifecycle(Terms):
         self.gradients.clear_for_good()
         self._used = self.context = None
         self.phase = self.check(Event.REMOVE)
+
+    def _settle(self, *, is_made: bool, found_inf: Tensor | None = None) -> None:
+        """The step is made or not, so the stages' memory stays or is taken back, but for what the chain's other updates
+        step."""
+        if self.context is not None:
+            others = self.others and (lambda parameter: any(one.gradients.owns(parameter) for one in self.others))
+            if is_made:
+                self.context.commit(found_inf, others=others or None)
+            else:
+                self.context.discard(others=others or None)
 
     # Checks of step() before it updates.
 

@@ -121,7 +121,7 @@ class LoopOptimizer(Optimizer, Joinable):
                 raise
             mark_stepped(self)
             for lifecycle in lifecycles:
-                lifecycle.on_step(pending)
+                lifecycle.on_step(pending, verdict=Verdict.of_any([verdict, scaler]))
             if is_made and all(lifecycle.names for lifecycle in lifecycles):
                 for parameter in pending if updates and not updates[0].is_sharded else ():
                     if not any(parameter in lifecycle.names for lifecycle in lifecycles):

@@ -379,6 +379,7 @@ class Update(UpdateStage, Generic[L]):
         form, updates = self.form, [stage for stage in stages if isinstance(stage, Update)]
         step = form.step if len(updates) == 1 else f"{form.step} of {self.optimizer_name}"
         self.lifecycle.form = without_adding_up(replace(form, step=step), self.before)
+        self.lifecycle.others = [update.lifecycle for update in updates if update is not self]
         if self.releases_gradients:
             assert self.context is not None, "stages are attached before they are checked together"
             releasing = [update for update in updates if update.releases_gradients]

@@ -47,7 +47,9 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
     feedback, factors, counters and generators. Gradients, learning rate schedulers, ``GradScaler``, the position in the
     data and PyTorch's own generators are not in it.
 
-    It is a snapshot in CPU memory, of tensors and plain values: ``torch.load(..., weights_only=True)`` loads it.
+    It is a snapshot in CPU memory, of tensors and plain values: ``torch.load(..., weights_only=True)`` loads it. What
+    stages remember is as the last step has left it; of a chain without an update, which learns of no step, as the last
+    backward has, unless ``registration.discard()`` was called.
 
     Args:
         ddp: the model.

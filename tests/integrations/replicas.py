@@ -154,7 +154,7 @@ def replica(
         else lambda optimizer: overlap.chain(fault, FORMS[form](), overlap.Step(optimizer, deferred=True)),
         bucket_cap_mb=0.002,
     )
-    stage = optimizer._stage
+    stage = optimizer._registration.stage
 
     def state() -> Any:
         return copied([dict(model.named_parameters()), optimizer.optimizer.state_dict()["state"], stage.state_dict()])

@@ -96,7 +96,13 @@ MUTANTS: dict[str, Mutant] = {
         "optim/test_clipping.py -k models_order",
     ),
     # Wires.
-    "errors are dropped": Mutant("hooks/wires/feedback.py", "self.errors.update(self._held)", "pass", _FEEDBACK),
+    "errors are dropped": Mutant("hooks/wires/feedback.py", "self._committed[key] = value", "pass", _FEEDBACK),
+    "a memory that is not taken back": Mutant(
+        "hooks/wires/feedback.py",
+        "del self._tentative[key]",
+        "pass",
+        "hooks/wires/test_memory_and_the_step.py -k three_ranks",
+    ),
     "errors are added twice": Mutant(
         "hooks/wires/feedback.py", "add_all(changed, errors)", "[add_all(changed, errors) for _ in range(2)]", _FEEDBACK
     ),
@@ -139,7 +145,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "every step starts from random directions": Mutant(
         "hooks/powersgd/algorithm.py",
-        "found = before.get(key) if self.cold_step is None else None",
+        "found = self.memory.get(key, side) if self.cold_step is None else None",
         "found = None",
         "hooks/powersgd/test_torch_parity.py -k outputs",
     ),

@@ -135,12 +135,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Waits of the host.
     "the host looks whether feedback is finite": _waiting(
-        "hooks.wires.feedback:StageMemory.settle", "has_streams(are_finite.device)", "False", _FEEDBACK
+        f"{_ENGINE}.runtime:Runtime.discard", "has_streams(found_inf.device)", "False", _FEEDBACK
     ),
     "the host looks whether factors are finite": _waiting(
-        "hooks.powersgd.algorithm:PowerIteration._are_finite",
-        "not has_streams(mean.flat.device) and ",
-        "",
+        "hooks.powersgd.algorithm:PowerIteration._marked",
+        "has_streams(mean.flat.device)",
+        "False",
         "factors, interleaved",
     ),
     "the host looks whether a step is left out": _waiting(

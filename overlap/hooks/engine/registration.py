@@ -26,6 +26,7 @@ from overlap.errors import (
     ConfigurationError,
     OverlapError,
     RegistrationError,
+    TrainingLoopError,
     UnsupportedError,
     hide_internal_frames,
 )
@@ -144,6 +145,27 @@ class Registration:
         for handle in self._handles:
             handle.remove()
         self.runtime.close()
+
+    def discard(self) -> None:
+        """Discard the last backward of a chain without an update: call it, on every rank, where the loop leaves out the
+        ``step()`` of its own optimizer, before the next forward. Stages then remember nothing of that batch.
+
+        Raises:
+            TrainingLoopError: the chain has an update, whose optimizer's ``zero_grad()`` says it; or under ``Join``.
+
+        >>> registration = chain(PowerSGD(rank=1)).register(ddp)
+        >>> loss_fn(ddp(x), y).backward()
+        >>> registration.discard()  # in place of optimizer.step()
+        >>> ddp.zero_grad()
+        """
+        reason = ""
+        if self.runtime.context.learns_of_steps:
+            reason = f"{self.stage!r} has an update: call zero_grad() of its optimizer in place of step()"
+        elif self.runtime.context.is_joining():
+            reason = "under Join ranks that have run out of inputs are not told of it: leave the call out"
+        if reason:
+            raise TrainingLoopError(f"registration.discard(): {reason}")
+        self.runtime.discard()
 
     def report(self, error: BaseException) -> None:
         """Report that this rank has failed: the waits of the others raise a ``PeerError`` that names it. Then call

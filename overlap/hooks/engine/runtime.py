@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
-from overlap._torch.device import is_capturing
+from overlap._torch.device import has_streams, hold, is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
@@ -38,6 +38,7 @@ from overlap.hooks.stage import (
     UpdateStage,
     check_order,
     updates_of,
+    walk,
     with_contexts,
 )
 from overlap.join import gradient_divisor
@@ -89,6 +90,8 @@ class Runtime:
         """Whether the stages are attached: a hook learns of the model from the first bucket."""
         self._is_unfinished = False
         """Whether the last backward ended with an error of the model's own, which DDP has still to forget."""
+        # Of the pass under way, the results that are the same on all ranks.
+        self._are_finite: list[Tensor] = []
         # The backward whose end is watched, and what watches the buckets.
         self._graph = -1
         self._watchers: list[Any] = []
@@ -100,13 +103,19 @@ class Runtime:
             report=self.report,
             note_unfinished=self._note_unfinished,
             watch=self._watchers.append,
+            learns_of_steps=any(one.tells_of_steps for one in walk(stage)),
+            commit=self.commit,
+            discard=self.discard,
+            note_finite=self._are_finite.append,
         )
         self._pass: BackwardPass | None = None
         self.passes = 0
         """Backward passes that have begun."""
         self._attached: list[Stage] = []
         # Those that do something then.
-        self._called: dict[str, list[Stage]] = {"before_forward": [], "before_backward": [], "after_backward": []}
+        self._called: dict[str, list[Stage]] = {
+            method: [] for method in ("before_forward", "before_backward", "after_backward", "commit", "discard")
+        }
         self._runs: list[StageRun] = []
         self.updates: Sequence[UpdateStage] = ()
         """Those of the chain."""
@@ -169,6 +178,33 @@ class Runtime:
         if self.executor.worker is not None:
             self.executor.worker.wait_until_idle()
 
+    def commit(self, found_inf: Tensor | None = None, *, others: Callable[[Tensor], bool] | None = None) -> None:
+        """The step is made, unless ``found_inf`` is not zero: see :meth:`Stage.commit`. It is not the step of
+        parameters for which ``others`` is true."""
+        if self._called["commit"]:
+            if found_inf is not None:
+                self.discard(found_inf, others=others)
+            names = self._names_of(others)
+            for stage in self._called["commit"]:
+                stage.commit(others=names)
+
+    def discard(self, found_inf: Tensor | None = None, *, others: Callable[[Tensor], bool] | None = None) -> None:
+        """The step is not made; where ``found_inf`` is given, only if it is not zero."""
+        if not self._called["discard"]:
+            return
+        if found_inf is not None and has_streams(found_inf.device):
+            found_inf = hold(found_inf).reshape(()).to(torch.bool)
+        elif found_inf is not None:
+            if not found_inf:
+                return
+            found_inf = None
+        names = self._names_of(others)
+        for stage in self._called["discard"]:
+            stage.discard(found_inf=found_inf, others=names)
+
+    def _names_of(self, others: Callable[[Tensor], bool] | None) -> Collection[str]:
+        return () if others is None else {name for one, name in (self.context.names or {}).items() if others(one)}
+
     def before_forward(self) -> None:
         """Called before a forward that records gradients.
 
@@ -180,6 +216,8 @@ class Runtime:
             self._refuse_capture()
         if self._is_unfinished:
             self._forget_unfinished()
+        if not self.context.learns_of_steps:
+            self.commit()  # The loop has made the step by itself.
         try:
             for stage in self._called["before_forward"]:
                 stage.before_forward()
@@ -297,6 +335,7 @@ class Runtime:
             error = RuntimeError("a new backward began before all buckets had arrived")
             self.executor.submit(partial(stale.fail, error))
             stale.wait()
+            self.discard()
         begun = BackwardPass(
             self.passes,
             self._runs,
@@ -305,6 +344,9 @@ class Runtime:
             watchers=() if is_replay else self._watchers,
         )
         self.passes += 1
+        self._are_finite.clear()
+        if not self.context.learns_of_steps and (is_replay or self.context.names is None):
+            self.commit()  # No forward was seen.
         try:
             if self.context.names is None or isinstance(self.executor, StreamExecutor):
                 self._refuse_capture()  # Registered as a hook, it is not called before forwards.
@@ -340,6 +382,8 @@ class Runtime:
         error = finished.error
         for watcher in self._watchers:
             watcher.over(failed=error is not None)
+        if error is None and self._are_finite:
+            self.discard(~torch.cat([hold(one).view(-1) for one in self._are_finite]).all())
         for stage in self._called["after_backward"]:
             try:
                 note = stage.after_backward(failed=error is not None)
@@ -349,6 +393,8 @@ class Runtime:
                 continue
             if note and error is not None:
                 error.add_note(note)
+        if error is not None:
+            self.discard()
         # On any rank: DDP cannot finish this backward.
         self._is_unfinished = error is not None and _ABANDONED in str(error)
         return error

@@ -39,7 +39,7 @@ it is the same on every rank.
 [Note: where the gradient plus its residual is computed]
 
 M is computed in the gradient's own memory: the bucket is overwritten by the output in the end anyway, and the residual
-stays as it was until the step is known to be finite. So one matrix in the bucket's own precision takes no workspace.
+stays as it was until the step is made. So one matrix in the bucket's own precision takes no workspace.
 For several of one shape, or half precision, which is computed in ``float32``, a copy is made for each product and
 dropped before the stage waits for a collective: workspace never exceeds the bucket that is being compressed.
 
@@ -47,7 +47,8 @@ dropped before the stage waits for a collective: workspace never exceeds the buc
 
 A non-finite element of M makes a row of its products non-finite, on the rank that has it and so in their mean. The last
 factor to be averaged says which matrices are finite: it is the same on all ranks, and so is the answer. A first one
-only has to become a basis, so its non-finite elements are zeroed, and any basis will do.
+only has to become a basis, so its non-finite elements are zeroed, and any basis will do. Such a matrix comes out as
+NaN, and the memory drops what the whole pass has put into it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all, all_finite, copy_all, norms
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.powersgd.memory import Memory
+from overlap.hooks.powersgd.memory import Memory, Side
 from overlap.hooks.wires import QuantizedSum, Wire
 
 __all__ = ["PowerIteration", "ReductionLayout", "cholesky_qr", "householder_qr", "layout_of", "random_directions"]
@@ -73,9 +74,6 @@ __all__ = ["PowerIteration", "ReductionLayout", "cholesky_qr", "householder_qr",
 # On a CPU, copying larger matrices together takes longer than one more kernel.
 _CPU_BATCH_NUMEL = 16 * 1024
 _CPU_BLOCK_ROWS = 32
-
-_Finite = Tensor | None
-"""Which matrices are finite on all ranks, shape ``(matrices,)`` in the order of batches; ``None``: all are."""
 
 
 class PowerIteration:
@@ -85,7 +83,7 @@ class PowerIteration:
         bucket: its gradients become the output.
         layout: of the bucket, with at least one matrix.
         keys: of its parameters in ``memory``.
-        memory: residuals and factors of the step before, which become those of this one.
+        memory: residuals and factors of the step before; those of this one are put there.
         error_feedback: whether to add the residuals, and to keep new ones.
         wire: how factors are sent; ``None``: in the bucket's dtype.
         seed: of random directions.
@@ -117,26 +115,27 @@ class PowerIteration:
         """To compute in, and of residuals."""
         self.sent_numel = 0
         """Elements sent so far, in the bucket's dtype."""
+        self.error_feedback = error_feedback
         gradients, residuals = bucket.gradients, dict[int, Tensor]()
         if error_feedback:
             for place, key in zip(places, self.keys, strict=True):
-                residuals[place] = memory.residual(key, gradients[place], self.dtype)
+                if (residual := memory.residual(key, gradients[place], self.dtype)) is not None:
+                    residuals[place] = residual
             if bucket.buffer.dtype == self.dtype:
                 add_all([gradients[place] for place in residuals], list(residuals.values()))
+                residuals = {}
         self.matrices = [Matrices(batch, gradients, residuals, self.dtype) for batch in layout.batches]
 
     async def both_factors(self) -> None:
         """PowerSGD: two all-reduces, of P and of Q."""
-        q_before = self._start(self.layout.right)
-        own_p = self._times(q_before)  # P = M Q
+        own_p = self._times(self._start(self.layout.right))  # P = M Q
         p = await self._mean(own_p, with_exact=True)
         p.flat.nan_to_num_(0.0, 0.0, 0.0)
         self._orthonormalize(p)
         own_q = self._times(p)  # Q = M^T P
         q = await self._mean(own_q)
-        is_finite = self._are_finite(q)
-        self._decompress((p, own_q), (p, self._marked(q, is_finite)), is_finite)  # output = P Q^T
-        self._keep(q, is_finite, before=q_before)
+        self._decompress((p, own_q), (p, self._marked(q)))  # output = P Q^T
+        self._keep(q)
 
     async def one_factor(self, *, is_left: bool) -> None:
         """ACP-SGD: one all-reduce, of P or in every other step of Q; the basis is the other of the step before."""
@@ -144,19 +143,18 @@ class PowerIteration:
         self._orthonormalize(basis)
         own = self._times(basis)  # P = M Q or Q = M^T P
         mean = await self._mean(own, with_exact=True)
-        is_finite = self._are_finite(mean)
-        marked = self._marked(mean, is_finite)
+        marked = self._marked(mean)
         owns, means = ((own, basis), (marked, basis)) if is_left else ((basis, own), (basis, marked))
-        self._decompress(owns, means, is_finite)  # output = P Q^T
-        self._keep(mean, is_finite)
+        self._decompress(owns, means)  # output = P Q^T
+        self._keep(mean)
 
     def _start(self, layout: FactorLayout) -> Factors:
         """The factors of the step before; random directions where there are none, or of another shape."""
         factors = self._empty(layout)
-        before = self.memory.left if layout.is_left else self.memory.right
+        side: Side = "left" if layout.is_left else "right"
         targets, sources = [], []
         for key, factor in zip(self.keys, factors.each(), strict=True):
-            found = before.get(key) if self.cold_step is None else None
+            found = self.memory.get(key, side) if self.cold_step is None else None
             if found is not None and found.shape == factor.shape:
                 sources.append(hold(found))
                 targets.append(factor)
@@ -165,21 +163,15 @@ class PowerIteration:
         copy_all(targets, sources)
         return factors
 
-    def _keep(self, mean: Factors, is_finite: _Finite, *, before: Factors | None = None) -> None:
-        """Keep the mean factors for the next step, those ``before`` (if given) of matrices that were not finite."""
+    def _keep(self, mean: Factors) -> None:
+        """Keep the mean factors for the next step."""
         if self.cold_step is not None:
             return
         self._change(mean, self._normalized)
-        if is_finite is None or before is None:
-            flat = mean.flat.clone()  # The factors would otherwise keep all that was sent with them alive.
-        else:
-            flat = torch.where(is_finite[mean.layout.owners], mean.flat, before.flat)
-        here, there = self.memory.left, self.memory.right
-        if not mean.layout.is_left:
-            here, there = there, here
-        for key, factor in zip(self.keys, Factors(mean.layout, flat).each(), strict=True):
-            here[key] = factor
-            there.pop(key, None)
+        side: Side = "left" if mean.layout.is_left else "right"
+        # The factors would otherwise keep all that was sent with them alive.
+        for key, factor in zip(self.keys, Factors(mean.layout, mean.flat.clone()).each(), strict=True):
+            self.memory.put_factor(key, side, factor)
 
     def _normalized(self, rows: Tensor, group: _Group) -> Tensor:
         """All directions with length 1; drawn anew if they are zero, rounding errors or not finite.
@@ -202,15 +194,15 @@ class PowerIteration:
             torch.bmm(factors, loaded if is_left else loaded.mT, out=out)
         return product
 
-    def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors], is_finite: _Finite) -> None:
+    def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors]) -> None:
         """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own."""
-        verdicts: Sequence[_Finite] = [None] * len(self.matrices)
-        if is_finite is not None:
-            verdicts = is_finite.split_with_sizes([len(batch.places) for batch in self.layout.batches])
         own_factors = zip(own[0].of_batches, own[1].of_batches, strict=True)
         mean_factors = zip(mean[0].of_batches, mean[1].of_batches, strict=True)
-        for matrices, of_own, of_mean, verdict in zip(self.matrices, own_factors, mean_factors, verdicts, strict=True):
-            matrices.decompress(of_own, of_mean, verdict)
+        errors: list[Tensor] = []
+        for matrices, of_own, of_mean in zip(self.matrices, own_factors, mean_factors, strict=True):
+            errors += matrices.decompress(of_own if self.error_feedback else None, of_mean)
+        if errors:
+            self.memory.put_errors(self.keys, errors)
 
     async def _mean(self, factors: Factors, *, with_exact: bool = False) -> Factors:
         """The mean of factors over ranks; ``factors`` become this rank's part in it, times the divisor.
@@ -249,6 +241,8 @@ class PowerIteration:
             flat.copy_(sent[:numel]).mul_(divisor)
         await all_reduce(sent, group=self.bucket.group)
         self.sent_numel += sent.numel()
+        if exact and not has_streams(sent.device):
+            self.memory.note_finite(all_finite(sent[numel:]))
         parts = sent[numel:].split([gradient.numel() for gradient in exact])
         copy_all(exact, [part.view_as(gradient) for part, gradient in zip(parts, exact, strict=True)])
         return sent[:numel].to(self.dtype)
@@ -266,17 +260,21 @@ class PowerIteration:
         self.sent_numel += math.ceil(sent_bytes / bucket.buffer.dtype.itemsize) if group.size() > 1 else flat.numel()
         return mean.to(self.dtype)
 
-    def _are_finite(self, mean: Factors) -> _Finite:
-        """Which matrices are finite on all ranks; see [Note: matrices that are not finite]."""
-        if not has_streams(mean.flat.device) and bool(all_finite(mean.flat)):
-            return None
-        return torch.stack(norms(mean.each(), math.inf)) < math.inf
-
-    def _marked(self, mean: Factors, is_finite: _Finite) -> Factors:
-        """The mean factors with NaN in place of matrices that are not finite, which so come out as NaN."""
-        if is_finite is None:
-            return mean
-        return Factors(mean.layout, torch.where(is_finite[mean.layout.owners], mean.flat, math.nan))
+    def _marked(self, mean: Factors) -> Factors:
+        """The mean factors with NaN in place of matrices that are not finite on all ranks, which so come out as NaN;
+        see [Note: matrices that are not finite]."""
+        factors = mean.each()
+        if has_streams(mean.flat.device):
+            exact = [self.bucket.gradients[place].to(self.dtype) for place in self.layout.exact]
+            are_finite = torch.stack(norms([*factors, *exact], math.inf)) < math.inf
+            self.memory.note_finite(are_finite)
+            are_finite = are_finite[: len(factors)]
+        else:
+            self.memory.note_finite(are_all := all_finite(mean.flat))
+            if are_all:
+                return mean
+            are_finite = torch.stack(norms(factors, math.inf)) < math.inf
+        return Factors(mean.layout, torch.where(are_finite[mean.layout.owners], mean.flat, math.nan))
 
     def _orthonormalize(self, factors: Factors) -> None:
         """Replace the factors by orthonormal bases of their spans.
@@ -498,8 +496,8 @@ class Matrices:
 
     Args:
         batch: their shape, and places.
-        gradients: of the bucket, the residuals already added if they are of ``dtype``; overwritten with the output.
-        residuals: by place, of ``dtype``, shaped and strided as ``gradients``; none without error feedback.
+        gradients: of the bucket; overwritten with the output.
+        residuals: by place, of ``dtype``, shaped and strided as ``gradients``; those that are not added yet.
         dtype: to compute in.
     """
 
@@ -509,8 +507,9 @@ class Matrices:
         def as_matrix(tensor: Tensor) -> Tensor:
             return tensor if tensor.ndim == 2 else tensor.as_strided((batch.rows, batch.cols), (batch.cols, 1))
 
-        self._gradients = [as_matrix(gradients[place]) for place in batch.places]
-        self._residuals = [as_matrix(residuals[place]) for place in batch.places] if residuals else []
+        self._given = [gradients[place] for place in batch.places]
+        self._gradients = list(map(as_matrix, self._given))
+        self._residuals = {row: as_matrix(residuals[p]) for row, p in enumerate(batch.places) if p in residuals}
         self._dtype = dtype
         self._is_in_place = self._gradients[0].dtype == dtype
         self._is_alone = self._is_in_place and len(self._gradients) == 1
@@ -520,31 +519,27 @@ class Matrices:
         if self._is_alone:
             return self._gradients[0][None]
         matrices = torch.stack(self._gradients).to(self._dtype)
-        if self._residuals and not self._is_in_place:
-            add_all(matrices.unbind(), self._residuals)
+        add_all([matrices[row] for row in self._residuals], list(self._residuals.values()))
         return matrices
 
-    def decompress(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], is_finite: _Finite) -> None:
-        """Write P Q^T of the ``mean`` factors to the gradients and M - P Q^T of this rank's ``own`` to the residuals.
-
-        ``is_finite``, shape ``(count,)``: the matrices that are finite on all ranks; the others keep their residuals,
-        without asking on the host which ones they are. ``None``: all are.
-        """
-        matrices, residuals = self.load(), self._residuals
-        if residuals and self._is_alone and is_finite is None:
-            # On a CPU. A block of rows stays in its cache between the two products.
-            parts = (matrices[0], residuals[0], own[0][0].t(), mean[0][0].t())
-            for matrix, residual, own_p, mean_p in zip(*(part.split(_CPU_BLOCK_ROWS) for part in parts), strict=True):
-                torch.addmm(matrix, own_p, own[1][0], alpha=-1, out=residual)
+    def decompress(self, own: tuple[Tensor, Tensor] | None, mean: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Write P Q^T of the ``mean`` factors to the gradients; returns M - P Q^T of this rank's ``own``, new tensors
+        shaped and strided as the gradients, or nothing without ``own``."""
+        matrices, errors = self.load(), None
+        if own is not None and self._is_alone and not has_streams(matrices.device):
+            # A block of rows stays in the CPU's cache between the two products.
+            errors = torch.empty_like(matrices)
+            parts = (matrices[0], errors[0], own[0][0].t(), mean[0][0].t())
+            for matrix, error, own_p, mean_p in zip(*(part.split(_CPU_BLOCK_ROWS) for part in parts), strict=True):
+                torch.addmm(matrix, own_p, own[1][0], alpha=-1, out=error)
                 torch.mm(mean_p, mean[1][0], out=matrix)
-            return
-        if residuals:
-            found = matrices.baddbmm_(own[0].mT, own[1], alpha=-1).unbind()
-            if is_finite is None:
-                copy_all(residuals, found)
-            else:
-                for residual, new, finite in zip(residuals, found, is_finite.unbind(), strict=True):
-                    torch.where(finite, new, residual, out=residual)
-        output = torch.bmm(mean[0].mT, mean[1], out=matrices)
-        if not self._is_alone:
-            copy_all(self._gradients, output.unbind())
+        else:
+            if own is not None:
+                errors = torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=None if self._is_alone else matrices)
+            output = torch.bmm(mean[0].mT, mean[1], out=matrices if errors is not matrices else None)
+            if not self._is_alone:
+                copy_all(self._gradients, output.unbind())
+        if errors is None:
+            return []
+        pairs = zip(errors.unbind(), self._given, strict=True)
+        return [error.as_strided(gradient.size(), gradient.stride()) for error, gradient in pairs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from overlap.hooks.stage import StageContext
 from overlap.hooks.wires import StageMemory, Wire
 from overlap.hooks.wires.feedback import check_shape, summed_errors
 
-__all__ = ["Memory", "redistribute"]
+__all__ = ["Memory", "Side", "redistribute"]
 
+Side = Literal["left", "right"]
 _KEYS = {"rank", "ranks", "steps", "residuals", "factors", "is_left", "numel", "generator"}
 
 
@@ -30,17 +31,9 @@ class Memory(StageMemory):
 
     def __init__(self, owner: object, *, wire: Wire | None) -> None:
         super().__init__(owner, error_feedback=True, wire=wire)
-        self.left: dict[str, Tensor] = {}
-        """Mean left factors ``(rank, rows)`` of the last pass, the same on every rank."""
-        self.right: dict[str, Tensor] = {}
-        """Mean right factors ``(rank, cols)``, with columns in the order of the gradient's memory. A parameter has one
-        of the two: only where factors alternate is it ever the left one."""
-        self.steps = 0
-        """Backward passes begun."""
-        self.numel_before = 0
-        """Elements of all compressed passes so far, before compression."""
-        self.numel_after = 0
-        """And after it."""
+        # Backward passes, without those that were discarded; elements of all compressed ones, before and after that.
+        self.counts = {"steps": 0, "before": 0, "after": 0}
+        self._committed_counts = dict(self.counts)
         self.kept: dict[tuple[object, ...], Tensor] = {}
         """Spare directions and workspace that last from step to step; not saved."""
         self._numbers: Any = WeakIdKeyDictionary()
@@ -56,44 +49,55 @@ class Memory(StageMemory):
         numbers = self._numbers
         return tuple(numbers.setdefault(parameter, str(len(numbers))) for parameter in bucket.parameters)
 
-    def residual(self, key: str, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """The residual of a parameter in the memory format of ``gradient``, zeros if there is none.
+    # Beside the errors: the mean factors of the last pass, the same on every rank. Left ones are ``(rank, rows)``,
+    # right ones ``(rank, cols)``, with columns in the order of the gradient's memory. A parameter has one of the two:
+    # only where factors alternate is it ever the left one.
+
+    def put_factor(self, key: str, side: Side, factor: Tensor) -> None:
+        """Put a new factor, in place of one of either side."""
+        self.put(key, factor, side)
+        self.put(key, None, "right" if side == "left" else "left")
+
+    def residual(self, key: str, gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The residual of a parameter in the memory format of ``gradient``, not to be changed; ``None`` if there is
+        none.
 
         Raises:
             ConfigurationError: the residual was loaded for a parameter of another shape.
         """
-        found = self.errors.get(key)
-        if found is not None:
-            check_shape(f"parameter {key}", found, gradient)
-            if (found.stride(), found.dtype, found.device) == (gradient.stride(), dtype, gradient.device):
-                return found
-        new = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
-        self.errors[key] = new.zero_() if found is None else new.copy_(hold(found))
-        return new
+        if (found := self.get(key)) is None:
+            return None
+        check_shape(f"parameter {key}", found, gradient)
+        if (found.stride(), found.dtype, found.device) == (gradient.stride(), dtype, gradient.device):
+            return hold(found)
+        return torch.empty_like(gradient, dtype=dtype, memory_format=torch.preserve_format).copy_(hold(found))
 
     def release(self, key: str, gradient: Tensor) -> None:
         """Add the residual of a parameter that is no longer compressed, as after loading with another rank."""
-        self.left.pop(key, None)
-        self.right.pop(key, None)
-        if (residual := self.errors.pop(key, None)) is not None:
+        if (residual := self.get(key)) is not None:
             gradient.add_(hold(residual))
+        for kind in ("error", "left", "right"):
+            self.put(key, None, kind)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """The ratio of elements before and after compression (0 before any was sent), and both numbers."""
-        return self.numel_before / max(1, self.numel_after), self.numel_before, self.numel_after
+        before, after = self.counts["before"], self.counts["after"]
+        return before / max(1, after), before, after
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`PowerSGD.state_dict`."""
         rank, ranks = self.place or (None, None)
+        left, right, is_committed = self.values("left"), self.values("right"), self._learns_of_steps
+        steps, *numel = (self._committed_counts if is_committed else self.counts).values()
         return {
             "rank": rank,
             "ranks": ranks,
-            "steps": self.steps,
-            "residuals": {key: residual.clone() for key, residual in self.errors.items()},
-            "factors": {key: factor.clone() for key, factor in {**self.left, **self.right}.items()},
-            "is_left": bool(self.left),
-            "numel": [self.numel_before, self.numel_after],
-            "generator": self.generator.state(),
+            "steps": steps,
+            "residuals": {key: residual.clone() for key, residual in self.values().items()},
+            "factors": {key: factor.clone() for key, factor in {**left, **right}.items()},
+            "is_left": bool(left),
+            "numel": numel,
+            "generator": self.generator.state(is_committed=is_committed),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -101,10 +105,11 @@ class Memory(StageMemory):
         _check_form(state_dict)
         place = {} if state_dict["rank"] is None else {key: state_dict[key] for key in ("rank", "ranks")}
         super().load_state_dict({"error": state_dict["residuals"], "generator": state_dict["generator"], **place})
-        factors = {key: factor.clone() for key, factor in state_dict["factors"].items()}
-        self.left, self.right = (factors, {}) if state_dict["is_left"] else ({}, factors)
-        self.steps = int(state_dict["steps"])
-        self.numel_before, self.numel_after = map(int, state_dict["numel"])
+        side = "left" if state_dict["is_left"] else "right"
+        self._committed.update({(side, key): factor.clone() for key, factor in state_dict["factors"].items()})
+        before, after = map(int, state_dict["numel"])
+        self.counts = {"steps": int(state_dict["steps"]), "before": before, "after": after}
+        self._committed_counts = dict(self.counts)
 
 
 def _check_form(state: Any) -> None:

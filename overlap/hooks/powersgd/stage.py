@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from overlap._checks import as_number, check_flag, check_whole_number, told
+from overlap._torch.foreach import all_finite
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
@@ -26,7 +29,7 @@ class PowerSGD(Stage):
     error of the factors stays on its rank and is added to the next gradient, so it is delivered later.
 
     Memory is kept by parameter name, so nothing depends on how DDP cuts its buckets, and compression can begin at once.
-    A gradient with a non-finite element comes out as NaN on every rank and leaves the memory as it was.
+    A gradient with a non-finite element comes out as NaN on every rank, and its pass leaves the memory as it was.
 
     Args:
         rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. For another rank of some
@@ -44,8 +47,8 @@ class PowerSGD(Stage):
     factors; with ``alternate`` only one, of either factors and the uncompressed gradients; in the bucket's dtype. If
     nothing is compressed, one all-reduce of the bucket. With ``wire``, in place of an all-reduce of factors, a send and
     a receive with every other rank and an all-gather. Changes: ``bucket.buffer``. Keeps: one residual of the gradient's
-    size, in ``float32`` at least, and one factor per compressed parameter. Workspace: at most the bucket that is being
-    compressed.
+    size, in ``float32`` at least, and one factor per compressed parameter; from backward to the step two of both.
+    Workspace: at most the bucket that is being compressed.
 
     Raises:
         ConfigurationError: an option is out of range, or a loaded state does not fit the model.
@@ -100,25 +103,22 @@ class PowerSGD(Stage):
         self._memory.detach()
 
     def before_backward(self, *, is_replay: bool) -> None:
-        # Counted here, so that ranks agree on it even if one of them fails.
-        self._memory.steps += 1
+        self._memory.begin()
+        self._memory.counts["steps"] += 1
         if self.wire is not None:
             self._memory.find_levels()
 
-    def after_backward(self, *, failed: bool) -> str | None:
-        if failed:
-            # Ranks may have stopped at different buckets, and bases that differ among them give different outputs.
-            if self.alternate:
-                self._memory.left.clear()
-                self._memory.right.clear()
-            return f"{self!r}: what compression had left out of this pass's gradients may be lost"
-        return None
+    def commit(self, *, others: Collection[str] = ()) -> None:
+        self._memory.commit(others)
+
+    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
+        self._memory.discard(found_inf, others)
 
     async def __call__(self, bucket: Bucket) -> None:
         # Also before compression begins, because parameters without names are numbered in the first pass.
         keys = self._memory.keys_of(bucket)
         # Passes since compression began.
-        step = self._memory.steps - 1 - self.start_step
+        step = self._memory.counts["steps"] - 1 - self.start_step
         # A buffer of complex gradients holds them as pairs of real numbers.
         is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
         if step < 0 or not is_real or bucket.buffer.numel() == 0:
@@ -126,8 +126,8 @@ class PowerSGD(Stage):
             return
         sent_numel = await self._reduce(bucket, keys, step)
         # Not in one statement: other buckets count during the await.
-        self._memory.numel_before += bucket.buffer.numel()
-        self._memory.numel_after += sent_numel
+        self._memory.counts["before"] += bucket.buffer.numel()
+        self._memory.counts["after"] += sent_numel
 
     async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
         """Reduce the bucket; returns how many elements were sent."""
@@ -136,6 +136,7 @@ class PowerSGD(Stage):
             self._memory.release(keys[place], bucket.gradients[place])
         if not layout.batches:
             await self._all_reduce(bucket)
+            self._memory.note_finite(all_finite(bucket.buffer))
             return bucket.buffer.numel()
         iteration = PowerIteration(
             bucket,

@@ -87,20 +87,20 @@ class PowerSGDState(Memory, classes.PowerSGDState):
     @property
     def iter(self) -> int:
         """Backward passes so far."""
-        return self.steps
+        return self.counts["steps"]
 
     @property
     def error_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, by parameter."""
-        return dict(self.errors)
+        return self.values()
 
     @property
     def total_numel_before_compression(self) -> int:
-        return self.numel_before
+        return self.counts["before"]
 
     @property
     def total_numel_after_compression(self) -> int:
-        return self.numel_after
+        return self.counts["after"]
 
     redistribute = staticmethod(redistribute)
 
@@ -136,8 +136,9 @@ class _HookPowerSGD(PowerSGD):
 
     def after_backward(self, *, failed: bool) -> str | None:
         rate, before, after = self.compression_stats()
-        if after and not failed and self._memory.steps % self._log_every_steps == 0:
-            _logger.info("step %d: %d elements sent as %d, %.1f times fewer", self._memory.steps, before, after, rate)
+        step = self._memory.counts["steps"]
+        if after and not failed and step % self._log_every_steps == 0:
+            _logger.info("step %d: %d elements sent as %d, %.1f times fewer", step, before, after, rate)
         return super().after_backward(failed=failed)
 
 
@@ -158,17 +159,20 @@ class _WholeBuckets(_HookPowerSGD):
         if not self.error_feedback:
             sent_numel = await super()._reduce(whole, (key,), step)
         else:
-            errors = torch.zeros_like(square, dtype=torch.promote_types(square.dtype, torch.float32))
-            pairs = zip(keys, bucket.gradients, strict=True)
-            residuals = [memory.residual(name, gradient, errors.dtype) for name, gradient in pairs]
-            parts = bucket.with_buffer(errors[:numel]).gradients
-            copy_all(parts, residuals)
-            memory.errors[key] = errors.view(side, side)
+            dtype = torch.promote_types(square.dtype, torch.float32)
+            errors = torch.zeros_like(square, dtype=dtype)
+            pairs = list(zip(keys, bucket.with_buffer(errors[:numel]).gradients, strict=True))
+            found = [(part, memory.residual(name, part, dtype)) for name, part in pairs]
+            there = [(part, residual) for part, residual in found if residual is not None]
+            copy_all([part for part, _ in there], [residual for _, residual in there])
+            memory.put(key, errors.view(side, side))
             try:
                 sent_numel = await super()._reduce(whole, (key,), step)
+                new = memory.get(key)
             finally:
-                memory.errors.pop(key, None)
-            copy_all(residuals, parts)
+                memory.put(key, None)
+            assert new is not None, "it was put above"
+            memory.put_errors(keys, bucket.with_buffer(new.view(-1)[:numel]).gradients)
         bucket.buffer.copy_(square[:numel])
         return sent_numel
 

@@ -1,19 +1,26 @@
 """The memory of a stage that rounds: errors, to be added in the next step, and random numbers.
 
 Error feedback: Seide et al., 2014; Karimireddy et al., 2019.
+
+[Note: memory and the step]
+
+A pass reads what the pass before it has left, and changes no tensor in place that a step has left: it puts new ones
+beside them. When the step is made, :meth:`StageMemory.commit` puts these in their place. Where it is not made,
+:meth:`StageMemory.discard` drops them, so that the batch never was: the loop has discarded the gradients, the pass has
+failed, or gradients are not finite, which on an accelerator the device decides and the host does not learn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import has_streams, hold
-from overlap._torch.foreach import add_all, all_finite
+from overlap._torch.device import has_streams, hold, storage_key
+from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.stage import StageContext
 from overlap.hooks.wires.codec import Wire
@@ -32,6 +39,8 @@ class RoundingGenerator:
         self.is_needed = wire is not None and wire.is_stochastic
         self._generator: torch.Generator | None = None
         self._state: Tensor | None = None
+        # As the last step has left it, once a pass has begun since.
+        self._committed: Tensor | None = None
 
     def of(self, rank: int, device: torch.device) -> torch.Generator | None:
         """The same at every call, seeded with ``rank`` or the loaded state; ``None`` if rounding is to nearest."""
@@ -39,24 +48,37 @@ class RoundingGenerator:
             self._generator = torch.Generator(device).manual_seed(rank)
             if self._state is not None:
                 self._generator.set_state(self._state)
+            self.begin()
         return self._generator
 
-    def state(self) -> Tensor | None:
-        """For :meth:`load`; ``None`` before the first use."""
+    def begin(self) -> None:
+        """A pass begins. See [Note: memory and the step]."""
+        if self._generator is not None and self._committed is None:
+            self._committed = self._generator.get_state()
+
+    def settle(self, *, is_made: bool) -> None:
+        """The step is made, or not: the same numbers are drawn again."""
+        if self._generator is not None and self._committed is not None and not is_made:
+            self._generator.set_state(self._committed)
+        self._committed = None
+
+    def state(self, *, is_committed: bool = False) -> Tensor | None:
+        """For :meth:`load`, as it is, or as the last step has left it; ``None`` before the first use."""
+        if is_committed and self._committed is not None:
+            return self._committed
         return self._state if self._generator is None else self._generator.get_state()
 
     def load(self, state: Tensor | None) -> None:
         """Continue from a :meth:`state`; start anew if it is ``None``."""
         # A checkpoint may have been loaded to an accelerator.
-        self._state, self._generator = None if state is None else state.cpu(), None
+        self._state, self._generator, self._committed = None if state is None else state.cpu(), None, None
 
 
 class StageMemory:
     """Errors and random numbers of one user of a wire, on its rank; it may be loaded before its stage is registered.
 
-    Errors are kept by parameter name, so that they stay valid when DDP rebuilds its buckets. Those of a pass are held
-    until it is over, and dropped if it failed or any of its results is not finite: such a pass is not applied. Results
-    are the same on all ranks, so ranks decide alike.
+    Values are kept by parameter name, so that they stay valid when DDP rebuilds its buckets. See [Note: memory and the
+    step].
 
     Args:
         owner: named in messages.
@@ -66,19 +88,44 @@ class StageMemory:
 
     def __init__(self, owner: object, *, error_feedback: bool, wire: Wire | None) -> None:
         self.has_feedback = error_feedback
-        self.errors: dict[str, Tensor] = {}
         self.generator = RoundingGenerator(wire)
         self._owner = owner
-        self._held: dict[str, Tensor] = {}
-        self._are_finite: list[Tensor] = []
+        # By kind and name, as the last step has left them; and what passes since have put in their place.
+        self._committed: dict[tuple[str, str], Tensor] = {}
+        self._tentative: dict[tuple[str, str], Tensor | None] = {}
+        self.counts: dict[str, int] = {}
+        """Numbers that passes change, the same on all ranks."""
+        self._committed_counts: dict[str, int] = {}
         self._saved_by: _Place | None = None
         self._context: StageContext | None = None
         self._levels: Levels | None = None
 
+    # A pass.
+
     def begin(self) -> None:
         """A pass begins."""
-        self._held.clear()
-        self._are_finite.clear()
+        self.generator.begin()
+
+    def get(self, name: str, kind: str = "error") -> Tensor | None:
+        """The value of a parameter that the last pass has left, not to be changed in place; ``None`` if there is none.
+
+        Another tensor in every pass: ask again in each.
+        """
+        key = (kind, name)
+        return self._tentative[key] if key in self._tentative else self._committed.get(key)
+
+    def put(self, name: str, value: Tensor | None, kind: str = "error") -> None:
+        """Put a new value; ``None``: none is left."""
+        if value is None and (kind, name) not in self._committed:
+            self._tentative.pop((kind, name), None)
+        else:
+            self._tentative[kind, name] = value
+
+    def values(self, kind: str = "error") -> dict[str, Tensor]:
+        """Those to be saved, by name: as the last step has left them, or where the chain does not learn of steps, the
+        last pass."""
+        every = {**self._committed, **({} if self._learns_of_steps else self._tentative)}
+        return {name: value for (one, name), value in every.items() if one == kind and value is not None}
 
     def add_errors(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
         """Add the errors of earlier steps to ``values``, fp32, in place.
@@ -88,39 +135,67 @@ class StageMemory:
         """
         changed, errors = [], []
         for name, value in zip(names, values, strict=True):
-            error = self.errors.get(name)
-            if error is None:
-                continue
-            check_shape(name, error, value)
-            if error.device != value.device:
-                error = self.errors[name] = error.to(value.device)
-            changed.append(value)
-            errors.append(hold(error))
+            if (error := self.get(name)) is not None:
+                check_shape(name, error, value)
+                changed.append(value)
+                errors.append(hold(error.to(value.device)))
         add_all(changed, errors)
 
-    def hold_errors(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
-        """Hold ``errors``, fp32, of a ``result`` that is the same on all ranks."""
-        self._held.update(zip(names, errors, strict=True))
-        self.note(result)
+    def put_errors(self, names: Sequence[str], errors: Sequence[Tensor]) -> None:
+        """Put new errors."""
+        self._tentative.update({("error", name): error for name, error in zip(names, errors, strict=True)})
 
-    def note(self, result: Tensor) -> None:
-        """Another result of this pass, the same on all ranks."""
-        if self.has_feedback:
-            self._are_finite.append(all_finite(result))
+    def note_finite(self, are_finite: Tensor) -> None:
+        """Results of this pass, the same on all ranks, are finite or not: bools."""
+        if self._context is not None:
+            self._context.note_finite(are_finite)
 
-    def settle(self, *, failed: bool) -> None:
-        """The pass is over: keep the held errors if all results are finite."""
-        if self._held and not failed:
-            are_finite = torch.stack([hold(one) for one in self._are_finite]).all()
-            if has_streams(are_finite.device):
-                # The host does not wait for the device to know which.
-                for name, new in self._held.items():
-                    old = self.errors.get(name)
-                    old = torch.zeros_like(new) if old is None else hold(old)
-                    self.errors[name] = torch.where(are_finite, hold(new), old)
-            elif bool(are_finite):
-                self.errors.update(self._held)
-        self.begin()
+    # The step.
+
+    def commit(self, others: Collection[str] = ()) -> None:
+        """The step is made: what passes have put, but for ``others`` among the names, stays."""
+        for key in [key for key in self._tentative if key[1] not in others]:
+            if (value := self._tentative.pop(key)) is None:
+                self._committed.pop(key, None)
+            else:
+                self._committed[key] = value
+        self.generator.settle(is_made=True)
+        self._committed_counts = dict(self.counts)
+
+    def discard(self, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
+        """The step is not made: drop what passes have put, but for ``others`` among the names.
+
+        With ``found_inf``, a bool, 0-dimensional: only if it is true. On an accelerator the host does not learn that:
+        counts and random numbers then go on in any case.
+        """
+        keys = [key for key in self._tentative if key[1] not in others]
+        if found_inf is not None and has_streams(found_inf.device):
+            self._discard_where(found_inf, keys)
+        elif found_inf is None or found_inf:
+            for key in keys:
+                del self._tentative[key]
+            if not self._tentative:
+                self.generator.settle(is_made=False)
+                self.counts = dict(self._committed_counts)
+
+    def _discard_where(self, found_inf: Tensor, keys: Sequence[tuple[str, str]]) -> None:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        is_whole = len(keys) == len(self._tentative)
+        for key in keys:
+            new, old = self._tentative[key], self._committed.get(key)
+            if new is not None and old is not None and old.shape == new.shape:
+                pairs.append((new, old))
+            elif new is not None and key[0] == "error":  # There was none. A first basis may be any.
+                hold(new).masked_fill_(found_inf, 0)
+                is_whole = False
+        for new, old in _as_wholes(pairs) if is_whole else pairs:
+            torch.where(found_inf, hold(old.to(new)), hold(new), out=new)
+
+    @property
+    def _learns_of_steps(self) -> bool:
+        return self._context is not None and self._context.learns_of_steps
+
+    # Where it serves.
 
     def find_levels(self) -> None:
         """Make the groups of a job on several machines; called before a pass, when ranks have the same stages."""
@@ -149,12 +224,13 @@ class StageMemory:
                 f"{self._owner!r} is registered already, and remembers the errors of one model: .remove() that "
                 "registration first, or give each model a stage of its own"
             )
-        self._check(context, self._saved_by, self.errors)
+        self._check(context, self._saved_by, self.values())
         self._context = context
 
     def detach(self) -> None:
-        """Stop serving the model; the memory stays."""
-        if self.errors or self.generator.state() is not None:
+        """Stop serving the model; the memory stays, without a step that is not made."""
+        (self.discard if self._learns_of_steps else self.commit)()
+        if self._committed or self.generator.state() is not None:
             self._saved_by = self.place
         self._context = None
 
@@ -163,8 +239,8 @@ class StageMemory:
         ``rank`` and number of ``ranks`` that they belong to."""
         state: dict[str, Any] = {}
         if self.has_feedback:
-            state["error"] = {name: error.clone() for name, error in self.errors.items()}
-        if (generator := self.generator.state()) is not None:
+            state["error"] = {name: error.clone() for name, error in self.values().items()}
+        if (generator := self.generator.state(is_committed=self._learns_of_steps)) is not None:
             state["generator"] = generator
         if state and self.place is not None:
             state["rank"], state["ranks"] = self.place
@@ -188,9 +264,9 @@ class StageMemory:
         if self._context is not None:
             self._check(self._context, saved_by, errors)
         self._saved_by = saved_by
-        self.errors = {name: error.clone() for name, error in errors.items()}
+        self._committed = {("error", name): error.clone() for name, error in errors.items()}
+        self._tentative = {}
         self.generator.load(state_dict.get("generator"))
-        self.begin()
 
     def _check(self, context: StageContext, saved_by: _Place | None, errors: Mapping[str, Tensor]) -> None:
         """Raises: ConfigurationError: the state is another rank's, or another model's."""
@@ -212,6 +288,19 @@ class StageMemory:
             )
         for name, error in errors.items():
             check_shape(name, error, parameters[name])
+
+
+def _as_wholes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The wholes of which ``pairs`` of a new and an old tensor are views, to take one kernel for all of a bucket; where
+    they are views of other places in one than in the other, the pairs."""
+    wholes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for new, old in pairs:
+        if (new.storage_offset(), new.stride(), new.dtype) != (old.storage_offset(), old.stride(), old.dtype):
+            return list(pairs)
+        whole = tuple(one if one._base is None else one._base for one in (new, old))
+        wholes[storage_key(new), storage_key(old)] = whole  # type: ignore[assignment]
+    is_unique = len({new for new, _ in wholes}) == len(wholes)
+    return list(wholes.values() if is_unique and all(new.shape == old.shape for new, old in wholes.values()) else pairs)
 
 
 def _place(context: StageContext) -> _Place:

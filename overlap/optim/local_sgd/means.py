@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import hold
-from overlap._torch.foreach import copy_all
+from overlap._torch.foreach import all_finite, copy_all
 from overlap.hooks import StageContext, all_reduce
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import Completion, Item, run_now
@@ -43,13 +43,17 @@ class Running:
 
     wire: WiredMean | None = None
     completions: dict[Item, Completion] = field(default_factory=dict)
+    are_finite: list[Tensor] = field(default_factory=list)
+    """Of each mean through the wire."""
 
     def wait(self) -> None:
         """Wait until the means are there; the current stream may use them. Raises the error of one that failed."""
         for completion in self.completions.values():
             completion.wait()
-        if self.wire is not None:
-            self.wire.memory.settle(failed=False)
+        if self.wire is not None and self.are_finite:
+            self.wire.memory.discard(~torch.stack([hold(one) for one in self.are_finite]).all())
+            self.wire.memory.commit()
+            self.are_finite.clear()
 
 
 @torch.no_grad()
@@ -83,6 +87,7 @@ def average(
         by_device.setdefault(part.device, []).append(part)
     running = Running(wire)
     if wire is not None:
+        wire.memory.discard()  # Of an average that has failed.
         wire.memory.begin()
 
     async def work(part: _Part) -> None:
@@ -91,7 +96,7 @@ def average(
             hold(tensor)  # The average may be dropped before it is there.
         flat = tensors[0].view(-1) if part.is_in_place else _packed(tensors, part.dtype)
         if wire is not None and part.is_wired:
-            await wire.mean(flat, part.members, group, weight)
+            await wire.mean(flat, part.members, group, weight, running.are_finite)
         else:
             _scale_(flat, weight)
             await all_reduce(flat, group=group)
@@ -197,14 +202,20 @@ class WiredMean:
         self.wire = wire
         self.anchors = anchors
         self.memory = StageMemory(owner, error_feedback=error_feedback, wire=wire)
-        """This rank's rounding errors and random numbers."""
+        """This rank's rounding errors and random numbers, whose step is an average."""
 
     async def mean(
-        self, flat: Tensor, members: Mapping[str, Tensor], group: dist.ProcessGroup, weight: tuple[int, int]
+        self,
+        flat: Tensor,
+        members: Mapping[str, Tensor],
+        group: dist.ProcessGroup,
+        weight: tuple[int, int],
+        are_finite: list[Tensor],
     ) -> None:
-        """Replace ``flat``, this rank's values of ``members`` packed, by their mean. One rank alone rounds nothing."""
+        """Replace ``flat``, this rank's values of ``members`` packed, by their mean, and note whether it is finite. One
+        rank alone rounds nothing."""
         memory = self.memory
-        if group.size() == 1 and not memory.errors:
+        if group.size() == 1 and not memory.values():
             return
         # Differences of half-precision numbers are taken in fp32.
         names = list(members)
@@ -217,5 +228,6 @@ class WiredMean:
         generator = memory.generator.of(group.rank(), flat.device)
         await QuantizedSum(change.numel(), wire=self.wire, generator=generator, group=group)(change, out=total)
         if memory.has_feedback:
-            memory.hold_errors(names, views, total)
+            memory.put_errors(names, views)
+        are_finite.append(all_finite(total))
         flat.copy_(anchor.add_(total))

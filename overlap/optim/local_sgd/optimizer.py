@@ -158,7 +158,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
             except BaseException:
                 lifecycle.on_update_failure()
                 raise
-            lifecycle.on_step()
+            lifecycle.on_step(verdict=Verdict.given_to(self))
         self._end_step(is_own=True)
 
     def _end_step(self, *, is_own: bool) -> None:
@@ -287,6 +287,7 @@ class _LocalSGDStage(Stage):
     """Notifies a :class:`LocalSGD` of its model's forwards and backwards; averages are made in ``LocalSGD.step``."""
 
     role = Role.AVERAGER
+    tells_of_steps = True
 
     def __init__(self, local: LocalSGD) -> None:
         self._local = local

@@ -760,7 +760,8 @@ class _ZeroJoinHook(JoinHook):
             except BaseException:
                 stage.lifecycle.on_update_failure()
                 raise
-            stage.lifecycle.on_step(stage.lifecycle.gradients.reduced.values())
+            lifecycle = stage.lifecycle
+            lifecycle.on_step(lifecycle.gradients.reduced.values(), verdict=lifecycle.verdict)
         zero.wait()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -27,7 +27,7 @@ def _by_rank(world: World) -> list[list[Tensor]]:
     kept = dict(zip(keys, world.shapes, strict=True))
     return [
         [
-            memory(stage).errors.get(key, torch.zeros(shape)).to("cpu", torch.float64, copy=True)
+            memory(stage).values().get(key, torch.zeros(shape)).to("cpu", torch.float64, copy=True)
             for key, shape in kept.items()
         ]
         for stage in world.stages

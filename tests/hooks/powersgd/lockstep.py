@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap import Bucket, Stage
+from overlap._torch.device import has_streams
 from overlap.hooks import StageContext
 from overlap.hooks.stage import walk
 
@@ -106,13 +107,20 @@ class World:
         self.names = tuple(f"p{place}" for place in range(len(shapes))) if names else None
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.steps = 0
+        self.are_finite: list[Tensor] = []
         self.sent_numel: list[int] = []
         """Elements of each all-reduce of the last step."""
         self.sent_bytes: list[int] = []
         """Bytes that rank 0 sent by each collective of the last step."""
         for stage, group in zip(self.stages, self.groups, strict=True):
             named = None if self.names is None else dict(zip(self.parameters, self.names, strict=True))
-            site = StageContext(group=group, device=CPU, names=named, finds_unused=False)  # type: ignore[arg-type]
+            site = StageContext(
+                group=group,  # type: ignore[arg-type]
+                device=CPU,
+                names=named,
+                finds_unused=False,
+                note_finite=self.are_finite.append,
+            )
             for each in walk(stage):
                 each.attach(site)
 
@@ -120,8 +128,10 @@ class World:
         """Reduces one bucket of `gradients[rank][place]`; returns what each rank got, in the same order."""
         buckets = [self._bucket(rank, gradients[rank]) for rank in range(len(self.stages))]
         self.sent_numel, self.sent_bytes = [], []
+        self.are_finite.clear()
         for stage in self.stages:
             for each in walk(stage):
+                each.commit()
                 each.before_backward(is_replay=False)
         coroutines: list[Any] = [stage(bucket) for stage, bucket in zip(self.stages, buckets, strict=True)]
         try:
@@ -129,8 +139,15 @@ class World:
         finally:
             for coroutine in coroutines:
                 coroutine.close()
+        found_inf = (
+            ~torch.cat([one.view(-1) for one in self.are_finite]).all() if self.are_finite else torch.tensor(False)
+        )
         for stage in self.stages:
             for each in walk(stage):
+                if has_streams(CPU):
+                    each.discard(found_inf=found_inf)
+                elif found_inf:
+                    each.discard()
                 each.after_backward(failed=False)
         self.steps += 1
         return [[gradient.clone() for gradient in bucket.gradients] for bucket in buckets]

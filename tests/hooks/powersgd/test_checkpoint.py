@@ -143,14 +143,3 @@ def test_what_no_longer_pays_is_sent_exactly_with_what_was_left_out() -> None:
     wanted = (local[0][0] + local[1][0] + pending[0].float()) / 2
     torch.testing.assert_close(output[0], wanted, rtol=1e-5, atol=1e-5)
     check_step(other, gradients(4, 2, shapes, torch.float32), 1e-5)
-
-
-def test_after_a_failed_pass_alternating_factors_start_anew() -> None:
-    stage = make(alternate=True)
-    world = World([stage], SHAPES)
-    run(world, 0, 2)
-    assert stage.state_dict()["factors"]
-    stage.before_backward(is_replay=False)
-    stage.after_backward(failed=True)
-    assert not stage.state_dict()["factors"]
-    assert stage.state_dict()["steps"] == 3, "counted as on the ranks where nothing failed"
