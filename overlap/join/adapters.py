@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from overlap._checks import check_ddp, described
 from overlap._torch.autograd import after_all_of_backward
 from overlap._torch.c10d import bucket_gradients, issued
+from overlap._torch.ddp import hook_name
 from overlap._torch.join import on_notify
 from overlap._torch.optimizer import all_of, is_scheduled, runs_step_hooks, watch_steps
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
@@ -189,13 +190,13 @@ class DDPAdapter:
 
     @property
     def _divides_without_hook(self) -> bool:
-        return self._join.divides_by_count and not self._ddp._comm_hooks
+        return self._join.divides_by_count and hook_name(self._ddp) is None
 
     def enter(self, undo: ExitStack) -> None:
         """As :meth:`StepAdapter.enter`."""
         ddp, join = self._ddp, self._join
-        hook = str(getattr(ddp._comm_hooks[-1][0], "__qualname__", "a hook")) if ddp._comm_hooks else "overlap"
-        if join.divides_by_count and not hook.startswith("overlap"):
+        hook = hook_name(ddp)
+        if join.divides_by_count and hook is not None and not hook.startswith("overlap"):
             raise UnsupportedError(
                 f"the hook {hook} divides by the number of all ranks, whatever the Join's options; register one of "
                 "overlap.hooks, or leave out divide_by_initial_world_size=False"
@@ -311,7 +312,7 @@ class DDPAdapter:
         ]
         own: set[int] = set()
         if join.replays_own_gradients:
-            divisor = 1 if ddp._comm_hooks else join.divisor
+            divisor = join.divisor if hook_name(ddp) is None else 1
             for parameter, gradient in places:
                 if parameter.grad is not None:
                     own.add(id(parameter))

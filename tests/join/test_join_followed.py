@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,6 +47,34 @@ def _divided(rank: int, world_size: int) -> None:
 
 def test_the_divisor_of_a_subgroup_is_the_number_of_its_ranks_with_inputs() -> None:
     run_ranks(_divided, 2)
+
+
+def _without_a_registration(rank: int, world_size: int) -> None:
+    """Rank 1 runs out after one of two batches; the gradient of each batch is one."""
+    models = {name: wrap(nn.Linear(1, 1, bias=False)) for name in ("plain", "removed", "copied", "built-in")}
+    for name in ("removed", "copied"):
+        registration = chain(AllReduce()).register(models[name])
+        if name == "removed":
+            registration.remove()
+    models["copied"] = copy.deepcopy(models["copied"])
+    models["built-in"]._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    for name, ddp in models.items():
+        refused = pytest.raises(UnsupportedError, match="divides by the number of all ranks")
+        with refused if name == "built-in" else nullcontext():
+            with joined([ddp], [torch.ones(1, 1)] * (2 - rank), "batches", divide_by_initial_world_size=False) as ones:
+                for one in ones:
+                    ddp.zero_grad()
+                    ddp(one).sum().backward()
+            assert ddp.module.weight.grad.item() == 1, name
+    with (
+        pytest.raises(UnsupportedError, match=r"once a hook was registered, also after remove\(\)"),
+        models["removed"].join(divide_by_initial_world_size=False),
+    ):
+        models["removed"](torch.ones(1, 1))
+
+
+def test_the_divisor_where_a_registration_was_removed_or_the_model_copied() -> None:
+    run_ranks(_without_a_registration, 2, group_timeout_s=_TIMEOUT_S)
 
 
 # Parameters that no rank used.
