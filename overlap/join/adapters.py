@@ -333,6 +333,8 @@ class DDPAdapter:
         # Needed once: the next forward rebuilds the buckets in the order in which gradients came.
         ddp.reducer._push_all_rebuilt_params()
         ddp.require_forward_param_sync = True
+        while join.after_replay:
+            join.after_replay.pop(0)()
 
     def _used_on_any_rank(self, own: set[int]) -> set[int] | None:
         """The parameters, by ``id``, that a rank used; on this one ``own``. ``None`` where DDP does not look."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,18 @@ from torch import Tensor, nn
 
 from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
-from overlap import AllReduce, Join, LocalSGD, PeerError, TrainingLoopError, UnsupportedError, chain
+from overlap import (
+    AllReduce,
+    Join,
+    LocalSGD,
+    PeerError,
+    TrainingLoopError,
+    UnsupportedError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+from overlap.hooks.engine import executors
 
 _BATCHES = (6, 3)
 _TIMEOUT_S = 20
@@ -94,6 +107,38 @@ def _unused(rank: int, world_size: int) -> None:
 
 def test_a_parameter_that_nobody_used_is_not_updated() -> None:
     run_ranks(_unused, 2)
+
+
+@mock.patch.object(executors, "SMALL_BYTES", 2**20)
+def _gathered_in_forward(rank: int, world_size: int) -> None:
+    """Of a model without a worker thread. Every second batch is only accumulated; rank 1 runs out after such a one."""
+    case, options = UNUSED_ON_SOME_RANKS, {"lr": 0.01, "weight_decay": 0.5}
+
+    def train(make_stages: Any) -> dict[str, Tensor]:
+        ddp = wrap(case.model(), **case.ddp_options())
+        optimizer, stages = make_stages(ddp)
+        if stages:
+            chain(*stages).register(ddp)
+        with Join([ddp, optimizer]) as join:
+            for step, batch in enumerate(join.iterate(case.batches(rank, steps=_BATCHES[rank]))):
+                with ddp.no_sync() if step % 2 == 0 else nullcontext():
+                    mean_squared_error(ddp, batch).backward()
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
+
+    def sharded(ddp: Any, partition: str, reducers: list[Any], deferred: bool) -> Any:
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition=partition, **options)
+        return zero, [*reducers, ZeroStep(zero, gather="forward", deferred=deferred)]
+
+    expected = train(lambda ddp: (torch.optim.AdamW(ddp.parameters(), **options), []))
+    for how in itertools.product(("element", "parameter"), ([], [AllReduce()]), (False, True)):
+        assert_parity(train(lambda ddp, how=how: sharded(ddp, *how)), expected, what=str(how))
+
+
+def test_gathers_in_forward_come_after_the_exchange_of_unused_parameters() -> None:
+    run_ranks(_gathered_in_forward, 2, group_timeout_s=_TIMEOUT_S)
 
 
 # Hyperparameters.
