@@ -171,7 +171,7 @@ class Join(base.Join):
         self.gradients = ReplayedGradients(self)
         # Whether this rank replays a backward with the gradients that it had accumulated when it ran out.
         self.replays_own_gradients = False
-        # What stages of this rank leave until a replayed backward is over, with DDP's own collective of unused parameters.
+        # What stages leave until a replayed backward is over, with DDP's own collective of unused parameters.
         self.after_replay: list[Callable[[], None]] = []
         self._joinables = _checked(joinables)
         self._adapters = [adapter_of(joinable, self, kwargs) for joinable in self._joinables]

@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import FORMS, joined, make, train_unevenly
+from join_loops import FORMS, joined, make, plain_body, train_unevenly, train_with_zero_loss
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
@@ -161,6 +162,30 @@ def _with_scheduler(rank: int, world_size: int) -> None:
 
 def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part() -> None:
     run_ranks(_with_scheduler, 2, group_timeout_s=_TIMEOUT_S)
+
+
+# What the loop does besides.
+
+
+def _averaged(rank: int, world_size: int) -> None:
+    """A moving average in a step post-hook, against a loop in which rank 1 goes on with a loss of zero."""
+
+    def train(form: str, run: Any) -> Any:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = make(ddp, form, lr=0.05)
+        average = AveragedModel(ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(ddp.module))
+        run(ddp, optimizer)
+        return {name: value.clone() for name, value in average.state_dict().items()}
+
+    expected = train("plain", lambda *made: train_with_zero_loss(*made, MLP, rank, body=plain_body, counts=_BATCHES))
+    for form, told_by in FORMS.items():
+        followed = train(form, lambda *made, by=told_by: train_unevenly(*made, MLP, rank, by, counts=_BATCHES))
+        assert_parity(followed, expected, what=form)
+
+
+def test_step_hooks_run_on_a_rank_without_inputs() -> None:
+    run_ranks(_averaged, 2, group_timeout_s=_TIMEOUT_S)
 
 
 # Gradients that were added up under no_sync when the rank ran out.
