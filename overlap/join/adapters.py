@@ -43,12 +43,14 @@ _LOCKSTEP = (
 
 
 class Call(IntEnum):
-    """What an active rank does, and a rank without inputs repeats."""
+    """What an active rank does, and a rank without inputs repeats, unless it is an announcement alone."""
 
     BEGIN = 0  # Of an iteration.
     FORWARD = 1
     BACKWARD = 2
     STEP = 3  # Of an optimizer or a scheduler; or whatever else notifies the Join.
+    READY = 4  # To synchronize gradients in backward.
+    LEAVE = 5  # The block, with on_exhausted="stop".
 
 
 def adapter_of(joinable: Any, join: Join, kwargs: dict[str, Any]) -> Adapter:
@@ -207,9 +209,8 @@ class DDPAdapter:
         undo.callback(on_notify(ddp, torch.compiler.disable(self._on_forward)))
         if self._divides_without_hook:
             undo.callback(lambda: ddp.reducer._set_forward_pass_work_handle(Work(), True))
-        if join.shadows:
-            handle = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
-            undo.callback(handle.remove)
+        handle = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
+        undo.callback(handle.remove)
         # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second, which
         # DDP asks when it is about to call the module.
         answers = {
