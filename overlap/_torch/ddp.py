@@ -51,11 +51,9 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     }
 
 
-def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
-    """The name of the hook registered with DDP itself, if any; those of type ``ours`` in a copy do not count."""
-    if ddp._comm_hooks and not isinstance(ddp._comm_hooks[-1][0], ours):
-        hook = ddp._comm_hooks[-1][0]
-        return getattr(hook, "__qualname__", repr(hook))
+def hook_name(ddp: DistributedDataParallel) -> str | None:
+    """The name of the hook that DDP calls for each bucket, also of a built-in one; a copy of the model calls none,
+    though it lists those of the original."""
     name = ddp._get_ddp_logging_data().get("comm_hook")
     return str(name) if name else None
 

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from overlap._checks import check_ddp, described
 from overlap._torch.autograd import after_all_of_backward
 from overlap._torch.c10d import bucket_gradients, issued
+from overlap._torch.ddp import hook_name
 from overlap._torch.join import on_notify
 from overlap._torch.optimizer import all_of, is_scheduled, runs_step_hooks, watch_steps
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
@@ -42,12 +43,14 @@ _LOCKSTEP = (
 
 
 class Call(IntEnum):
-    """What an active rank does, and a rank without inputs repeats."""
+    """What an active rank does, and a rank without inputs repeats, unless it is an announcement alone."""
 
     BEGIN = 0  # Of an iteration.
     FORWARD = 1
     BACKWARD = 2
     STEP = 3  # Of an optimizer or a scheduler; or whatever else notifies the Join.
+    READY = 4  # To synchronize gradients in backward.
+    LEAVE = 5  # The block, with on_exhausted="stop".
 
 
 def adapter_of(joinable: Any, join: Join, kwargs: dict[str, Any]) -> Adapter:
@@ -189,13 +192,13 @@ class DDPAdapter:
 
     @property
     def _divides_without_hook(self) -> bool:
-        return self._join.divides_by_count and not self._ddp._comm_hooks
+        return self._join.divides_by_count and hook_name(self._ddp) is None
 
     def enter(self, undo: ExitStack) -> None:
         """As :meth:`StepAdapter.enter`."""
         ddp, join = self._ddp, self._join
-        hook = str(getattr(ddp._comm_hooks[-1][0], "__qualname__", "a hook")) if ddp._comm_hooks else "overlap"
-        if join.divides_by_count and not hook.startswith("overlap"):
+        hook = hook_name(ddp)
+        if join.divides_by_count and hook is not None and not hook.startswith("overlap"):
             raise UnsupportedError(
                 f"the hook {hook} divides by the number of all ranks, whatever the Join's options; register one of "
                 "overlap.hooks, or leave out divide_by_initial_world_size=False"
@@ -206,9 +209,8 @@ class DDPAdapter:
         undo.callback(on_notify(ddp, torch.compiler.disable(self._on_forward)))
         if self._divides_without_hook:
             undo.callback(lambda: ddp.reducer._set_forward_pass_work_handle(Work(), True))
-        if join.shadows:
-            handle = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
-            undo.callback(handle.remove)
+        handle = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
+        undo.callback(handle.remove)
         # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second, which
         # DDP asks when it is about to call the module.
         answers = {
@@ -311,7 +313,7 @@ class DDPAdapter:
         ]
         own: set[int] = set()
         if join.replays_own_gradients:
-            divisor = 1 if ddp._comm_hooks else join.divisor
+            divisor = join.divisor if hook_name(ddp) is None else 1
             for parameter, gradient in places:
                 if parameter.grad is not None:
                     own.add(id(parameter))
@@ -332,6 +334,8 @@ class DDPAdapter:
         # Needed once: the next forward rebuilds the buckets in the order in which gradients came.
         ddp.reducer._push_all_rebuilt_params()
         ddp.require_forward_param_sync = True
+        while join.after_replay:
+            join.after_replay.pop(0)()
 
     def _used_on_any_rank(self, own: set[int]) -> set[int] | None:
         """The parameters, by ``id``, that a rank used; on this one ``own``. ``None`` where DDP does not look."""

@@ -16,17 +16,28 @@ call::
     poll: a backward                          poll -> adapter.replay(BACKWARD)
     poll: a step, with learning rates         poll -> adapter.replay(STEP)
 
-A poll is of float64: whether every rank has inputs, every rank's number of steps, the call, and the hyperparameters.
-The last two are written by one rank alone, so a sum is a broadcast. Polls have Gloo connections of their own: on the
-user's group they would wait for gradients that are under way, and after a failure leave it out of step.
+A poll is a sum over ranks, of as many float64 whatever their number: of ranks that have inputs, of steps and their
+squares (so that all see whether ranks differ), of ranks that are about to synchronize gradients, and of ranks that make
+each kind of call. The rest, a call's details and the hyperparameters, is written by one rank alone, so a sum is a
+broadcast. Only where the number of ranks with inputs changes, or ranks differ, do they exchange a number each.
+
+A rank that waits in a backward for a rank that does not synchronize gradients would wait for the group's timeout. So
+before a backward that synchronizes each rank waits for a poll in which all with inputs were about to do so: the one of
+the iteration, if its first forward has said it, or one more (READY). A rank that is not polls next when it begins
+another iteration, and all see that ranks differ.
+
+Polls have Gloo connections of their own: on the user's group they would wait for gradients that are under way, and
+after a failure leave it out of step.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -35,13 +46,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms import join as base
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._checks import as_list, check_flag, described, is_one_of, refuse_capture, told
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GlooChannel, has_lost_connection
-from overlap._torch.ddp import uncompiled
+from overlap._torch.ddp import data_parallel_parameters, uncompiled
 from overlap._torch.join import leads_torch_join
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
@@ -63,8 +75,14 @@ OnExhausted = Literal["shadow", "stop"]
 
 # How long to wait for an all-reduce before looking whether another rank has failed.
 _PATIENCE = timedelta(seconds=1)
-# Numbers that describe a call: its kind, the joinable's place in the list, and three of the adapter's.
-_OF_CALL = 5
+# The first numbers of a poll: of ranks with inputs, of steps, of their squares, and of ranks about to synchronize.
+_COUNTS = 4
+# Numbers that describe a call: the joinable's place in the list, and three of the adapter's.
+_OF_CALL = 4
+# Steps are compared up to multiples of this: squares of larger numbers would not add up exactly.
+_STEPS_TOLD = 2**16
+# Calls whose polls every rank reads, so that all may raise.
+_READ_BY_ALL = {Call.BEGIN, Call.READY, Call.LEAVE}
 _TO_LEAVE_EARLY = 'to leave early use on_exhausted="stop", and leave on every rank in the same iteration'
 
 
@@ -116,9 +134,10 @@ class Join(base.Join):
     hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At the end
     every rank has the parameters and buffers of the highest of those that ran longest.
 
-    An iteration is a batch of :meth:`iterate`; without it, a forward of the model that runs first. Any loop is
-    followed: each iteration issues one all-reduce of some float64 over connections of its own, under way during the
-    forward, and once a rank has run out each call that it replays issues one more.
+    An iteration is a batch of :meth:`iterate`; without it, a forward of the model that runs first. A loop is followed
+    if ranks with inputs make the same calls: each iteration issues one all-reduce of some float64 over connections of
+    its own, under way during the forward, and so does each further forward before a backward that synchronizes
+    gradients; once a rank has run out each call that it replays issues one more.
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
@@ -136,7 +155,8 @@ class Join(base.Join):
             rank 0, or in another order.
         CollectiveError: another rank does something else there, such as registering a chain, or does not come.
         UnsupportedError: a model with collectives in forward.
-        TrainingLoopError: a loop that cannot be followed, such as a ``break``, or ``throw_on_early_termination``.
+        TrainingLoopError: a loop that cannot be followed, such as a ``break``, or ranks that are not under ``no_sync``
+            in the same iterations; or ``throw_on_early_termination``.
         PeerError: another rank failed; the message has its number.
 
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
@@ -172,9 +192,13 @@ class Join(base.Join):
         self.gradients = ReplayedGradients(self)
         # Whether this rank replays a backward with the gradients that it had accumulated when it ran out.
         self.replays_own_gradients = False
+        # What stages leave until a replayed backward is over, with DDP's own collective of unused parameters.
+        self.after_replay: list[Callable[[], None]] = []
         self._joinables = _checked(joinables)
         self._adapters = [adapter_of(joinable, self, kwargs) for joinable in self._joinables]
         self._group = _group_of(self._joinables)
+        if self.shadows:
+            _check_trained(self._joinables)
         self._rank, self._size = self._group.rank(), self._group.size()
         self._was_entered = False
         self._undo = ExitStack()
@@ -182,6 +206,10 @@ class Join(base.Join):
         self._has_raised_on_all = False
         self._iterations = self._steps = 0
         self._is_iterated = self._is_exhausted = self._has_joined = False
+        # Whether this rank has inputs in this iteration, and whether it has still to say so.
+        self._has_inputs, self._is_beginning = True, False
+        # The models of which this rank has said that it is about to synchronize gradients, and whether all ranks have.
+        self._told: dict[Adapter, bool] = {}
         # The adapter that begins iterations, where no loader is iterated.
         self._driver: Adapter | None = None
         # As the last poll said, and the one under way.
@@ -239,7 +267,7 @@ class Join(base.Join):
             TrainingLoopError: outside of the block, a second time, or after a forward.
         """
         if not self._enable:
-            yield from loader
+            yield from _with_undone(loader)
             return
         if active_join(self._group) is not self:
             raise TrainingLoopError("join.iterate belongs inside of the block: with Join([...]) as join: ...")
@@ -248,16 +276,25 @@ class Join(base.Join):
                 "join.iterate comes once in a block and before its first forward or step: one Join is one pass over "
                 "the data, so open another for the next epoch"
             )
-        self._is_iterated = True
-        for batch in loader:
+        self._is_iterated, has_begun = True, False
+        for batch in _with_undone(loader):
             self._begin(has_inputs=True)
             if self._stops and not all(self.active):
+                _put_back(loader, batch)
                 break
+            has_begun = True
             yield batch
         else:
             if self._stops:
                 self._begin(has_inputs=False)
         self._is_exhausted = True
+        if self._stops and not has_begun and any(self.active):
+            warnings.warn(
+                f'ranks {_without(self.active)} have no batches, so on_exhausted="stop" ends the loop of every rank '
+                "before its first: give each rank some",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -289,26 +326,21 @@ class Join(base.Join):
         """Replay the others' calls until all have run out, then leave alike."""
         joined_at = self._iterations
         if self._stops:
-            most, least = self._largest([joined_at, -joined_at])
-            if most != -least:
-                raise TrainingLoopError(
-                    f"ranks left the loop after {-least:.0f} to {most:.0f} iterations; {_TO_LEAVE_EARLY}"
-                )
+            self.active  # noqa: B018
+            self._send(Call.LEAVE)
+            self.active  # noqa: B018
         else:
             if self._is_iterated and not self._is_exhausted:
                 raise TrainingLoopError(
-                    f"rank {self._rank} left join.iterate(loader) after {joined_at} batches while it had more; "
-                    f"{_TO_LEAVE_EARLY}"
+                    f"rank {self._rank} left the loop over join.iterate(loader) after {joined_at} batches, by break or "
+                    "return, before the loader had ended it: for fewer batches give it "
+                    f"join.iterate(itertools.islice(loader, {joined_at})); {_TO_LEAVE_EARLY}"
                 )
             self._replay()
             own = self._hyperparameters
-            values, count = own.values(), own.count
-            last = values if self._rank == self._source else [-math.inf] * count
-            found = self._largest([*values, *(-value for value in values), *last])
             try:
-                own.follow(found[:count])
-                own.follow([-value for value in found[count : 2 * count]])
-                own.follow(found[2 * count :])
+                for values in self._extremes_and_last(own.values()) if own.count else ():
+                    own.follow(values)
             except TrainingLoopError:
                 self._has_raised_on_all = True
                 raise
@@ -326,9 +358,11 @@ class Join(base.Join):
         Raises:
             TrainingLoopError: some have inputs, some have none, and ``throw_on_early_termination``.
         """
+        if self._is_beginning:
+            self._send(Call.BEGIN)
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._take(pending.result(self.board.poll))
+            self._take(pending)
             if self._throws and any(self._active) and not all(self._active):
                 self._raise_on_all()
         return self._active
@@ -340,7 +374,7 @@ class Join(base.Join):
 
     def divisor_among(self, ranks: Sequence[int]) -> int:
         """The number by which sums of gradients over ``ranks`` are divided."""
-        if not self.divides_by_count:
+        if not (self.divides_by_count and self.shadows):
             return len(ranks)
         active = self.active
         return max(1, sum(active[rank] for rank in ranks))  # Where none has inputs, the sum is of zeros.
@@ -373,10 +407,11 @@ class Join(base.Join):
     # An active rank.
 
     def _begin(self, *, has_inputs: bool) -> None:
-        """Begin an iteration; unless ranks end together, the poll is waited for only where its result is needed."""
-        self._iterations += 1
+        """Begin an iteration; unless ranks end together, the first forward says so, and whether it synchronizes, and
+        the result is waited for only where it is needed."""
         self.active  # noqa: B018
-        self._pending = self._poll(has_inputs=has_inputs)
+        self._iterations += 1
+        self._has_inputs, self._is_beginning, self._told = has_inputs, True, {}
         if not self.shadows:
             self.active  # noqa: B018
 
@@ -390,22 +425,50 @@ class Join(base.Join):
         refuse_capture("an iteration under Join", "leave the block first")
         if call is not Call.BACKWARD and not self._is_iterated:
             self._begin_without_loader(adapter)
-        if not self.shadows:
-            return
-        if self._is_exhausted:
+        if self._is_exhausted and self.shadows:
             raise TrainingLoopError(
                 f"rank {self._rank} began another forward or step after join.iterate had ended, and ranks that ran out "
                 "before could not follow: leave the block first"
             )
+        if call is Call.FORWARD:
+            self._tell(adapter, synchronizes=bool(detail[-1]))
+        elif call is Call.BACKWARD:
+            self._wait_for_ranks_that_synchronize(adapter)
+        is_announced = self.shadows and has_collectives and bool(self.missing)
         self._steps += call is Call.STEP
-        if not has_collectives or not self.missing:
+        if not is_announced:
             return
         described: list[float] = []
         if self._source == self._rank:
-            described = [call, self._adapters.index(adapter), *detail]
+            described = [self._adapters.index(adapter), *detail]
             described += [0.0] * (_OF_CALL - len(described))
             described += self._hyperparameters.values()
-        self._announced = self._poll(described, has_inputs=True)
+        self._announced = self._poll(call, described=described)
+
+    def _tell(self, adapter: Adapter, *, synchronizes: bool) -> None:
+        """Tell the other ranks in a forward of a model that an iteration has begun, and that a backward will follow
+        that synchronizes gradients, unless they have been told."""
+        if not self._is_beginning and (not synchronizes or adapter in self._told):
+            return
+        call = Call.BEGIN if self._is_beginning else Call.READY
+        if call is Call.READY:
+            self.active  # noqa: B018
+        if synchronizes:
+            self._told[adapter] = False
+        self._send(call, adapter if synchronizes else None)
+
+    def _wait_for_ranks_that_synchronize(self, adapter: Adapter) -> None:
+        """Called before a backward that synchronizes gradients of ``adapter``'s model.
+
+        Raises:
+            TrainingLoopError: a rank that has inputs does not.
+        """
+        self.active  # noqa: B018
+        while not self._told.get(adapter):
+            self._told[adapter] = False
+            self._send(Call.READY, adapter)
+            self.active  # noqa: B018
+        del self._told[adapter]
 
     def _begin_without_loader(self, adapter: Adapter) -> None:
         if self._stops:
@@ -425,45 +488,113 @@ class Join(base.Join):
         self._has_joined = True
         self._begin(has_inputs=False)
         while any(self.active):
-            call, index, *detail = self._take(self._poll(has_inputs=False).result(self.board.poll))
-            if call == Call.BEGIN:
-                self._iterations += 1
+            call, (index, *detail) = self._take(self._poll(None))
+            if call in _READ_BY_ALL:
+                self._iterations += call is Call.BEGIN
                 continue
-            self._hyperparameters.follow(detail[_OF_CALL - 2 :])
-            self._steps += call == Call.STEP
-            self._adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2])
+            self._hyperparameters.follow(detail[_OF_CALL - 1 :])
+            self._steps += call is Call.STEP
+            self._adapters[int(index)].replay(call, detail[: _OF_CALL - 1])
 
     # Polls.
 
-    def _poll(self, described: Sequence[float] = (), *, has_inputs: bool) -> _Poll:
-        of_ranks = [0.0] * (2 * self._size)
-        of_ranks[self._rank], of_ranks[self._size + self._rank] = has_inputs, self._steps
+    def _poll(self, call: Call | None, about: Adapter | None = None, *, described: Sequence[float] = ()) -> _Poll:
+        steps = self._steps % _STEPS_TOLD
+        calls = [call is each for each in Call]
         described = described or [0.0] * (_OF_CALL + self._hyperparameters.count)
-        return _Poll(self._channel, [*of_ranks, *described])
+        numbers = [self._has_inputs, steps, steps**2, about is not None, *calls, *described]
+        return _Poll(self._channel, numbers, call=call, about=about)
 
-    def _largest(self, numbers: Sequence[float]) -> list[float]:
-        """Of each of ``numbers``, which are as many on all ranks, the largest."""
-        return _Poll(self._channel, numbers, dist.ReduceOp.MAX).result(self.board.poll)
+    def _send(self, call: Call, about: Adapter | None = None) -> None:
+        """Poll; :attr:`active` takes the result. ``about`` is the model that is about to synchronize gradients."""
+        self._is_beginning = False
+        self._pending = self._poll(call, about)
 
-    def _take(self, numbers: Sequence[float]) -> Sequence[float]:
-        """Take over who has inputs; returns the description of a call, of zeros where an iteration begins."""
-        size = self._size
-        self._active = [bool(number) for number in numbers[:size]]
-        if not self._stops:  # Which ends with all ranks in step.
-            self._source = max((rank for rank in range(size) if self._active[rank]), default=self._source)
-        if numbers[2 * size] == Call.BEGIN and len(set(numbers[size : 2 * size])) > 1:
+    def _of_ranks(self, number: float) -> list[int]:
+        """The ``number`` of every rank."""
+        placed = [0.0] * self._size
+        placed[self._rank] = number
+        return [int(each) for each in _Poll(self._channel, placed).result(self.board.poll)]
+
+    def _extremes_and_last(self, values: Sequence[float]) -> list[list[float]]:
+        """The least and the greatest of each of the ranks' ``values``, and those of the rank that had inputs last."""
+        of_source = values if self._rank == self._source else [-math.inf] * len(values)
+        numbers = [*(-value for value in values), *values, *of_source]
+        found = _Poll(self._channel, numbers, op=dist.ReduceOp.MAX).result(self.board.poll)
+        count = len(values)
+        least, greatest, last = found[:count], found[count : 2 * count], found[2 * count :]
+        return [[-value for value in least], greatest, last]
+
+    def _take(self, poll: _Poll) -> tuple[Call, Sequence[float]]:
+        """Take over who has inputs; returns the call that ranks with inputs make, and its description."""
+        numbers = poll.result(self.board.poll)
+        active, steps, squares, ready = map(int, numbers[:_COUNTS])
+        start = _COUNTS + len(Call)
+        calls = [call for call, count in zip(Call, numbers[_COUNTS:start], strict=True) if count]
+        if len(calls) > 1:
+            self._refuse_apart(calls, poll.call)
+        if active != sum(self._active):
+            self._active = [bool(each) for each in self._of_ranks(self._has_inputs)] if active else [False] * self._size
+            if not self._stops:  # Which ends with all ranks in step.
+                self._source = max((rank for rank, each in enumerate(self._active) if each), default=self._source)
+        if calls == [Call.BEGIN] and self._size * squares != steps**2:
             raise TrainingLoopError(
                 f"ranks {_without(self._active)} ran out of inputs, and the others did something more (a step of an "
                 "optimizer or a scheduler) before the forward that would tell them; do it after backward, or use "
                 "`for batch in join.iterate(loader)`"
             )
-        return numbers[2 * size :]
+        if poll.about is not None and ready == active:
+            self._told[poll.about] = True
+        return calls[0], numbers[start:]
+
+    def _refuse_apart(self, calls: Sequence[Call], own: Call | None) -> NoReturn:
+        """Raises: TrainingLoopError: ranks make different ``calls`` at the same time; on all, if all read this poll."""
+        if not _READ_BY_ALL.issuperset(calls):
+            raise TrainingLoopError(
+                f"ranks that have inputs make different calls at the same time ({', '.join(c.name for c in calls)}), "
+                "and ranks that have run out of inputs cannot repeat both: make the same calls of models, optimizers "
+                "and schedulers on every rank"
+            )
+        of_ranks = self._of_ranks(-1 if own is None else own)
+        self._has_raised_on_all = True
+        ready, left, begun = (
+            [rank for rank, each in enumerate(of_ranks) if each == call]
+            for call in (Call.READY, Call.LEAVE, Call.BEGIN)
+        )
+        if ready:
+            raise TrainingLoopError(
+                f"ranks {ready} synchronize gradients in backward, and ranks {sorted(left + begun)} do not in the same "
+                "iteration, for whom they would wait: have every rank enter no_sync() by the number of the batch "
+                "alone, as in `with contextlib.nullcontext() if (i + 1) % 4 == 0 else ddp.no_sync():`, and not by "
+                "len(loader) as well, which differs between ranks"
+            )
+        raise TrainingLoopError(
+            f"ranks {left} left the loop after {self._iterations - (own is Call.BEGIN)} iterations, and ranks {begun} "
+            f"went on; {_TO_LEAVE_EARLY}"
+        )
 
 
 class _Poll:
-    """An all-reduce of ``numbers`` under way, in float64."""
+    """An all-reduce of ``numbers`` under way, in float64.
 
-    def __init__(self, channel: GlooChannel, numbers: Sequence[float], op: Any = dist.ReduceOp.SUM) -> None:
+    Args:
+        channel: the connections.
+        numbers: of this rank.
+        op: how those of all ranks are reduced.
+        call: what this rank does.
+        about: the adapter of the model of which this rank is about to synchronize gradients.
+    """
+
+    def __init__(
+        self,
+        channel: GlooChannel,
+        numbers: Sequence[float],
+        *,
+        op: Any = dist.ReduceOp.SUM,
+        call: Call | None = None,
+        about: Adapter | None = None,
+    ) -> None:
+        self.call, self.about = call, about
         self._numbers = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         with without_saved_context():
             (self._work,) = channel.all_reduce(self._numbers, op)
@@ -487,6 +618,31 @@ _kept: WeakKeyDictionary[dist.ProcessGroup, tuple[str, GlooChannel]] = WeakKeyDi
 def _disconnect(group: dist.ProcessGroup) -> None:
     if group in _kept:
         _kept.pop(group)[1].abort()
+
+
+_undone: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Of an iterator the batch that a Join had drawn from it when another rank had none."""
+
+
+def _with_undone(loader: Iterable[_Batch]) -> Iterator[_Batch]:
+    undone = [_undone.pop(loader)] if isinstance(loader, Iterator) and loader in _undone else []
+    return chain(undone, loader)
+
+
+def _put_back(loader: Iterable[_Batch], batch: _Batch) -> None:
+    """Keep ``batch`` for the next ``join.iterate(loader)``, if ``loader`` is an iterator, which goes on after it."""
+    if not isinstance(loader, Iterator):
+        return
+    try:
+        _undone[loader] = batch
+    except TypeError:
+        warnings.warn(
+            f'on_exhausted="stop": the last batch that was drawn from this {type(loader).__name__} is left out, since '
+            "another rank has run out; if the iterator is read on, have a generator draw from it, to which the batch "
+            "can be given back: batches = (batch for batch in iterator), and join.iterate(batches)",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _without(active: Sequence[bool]) -> list[int]:
@@ -531,18 +687,36 @@ def _compared(of_ranks: list[Any]) -> bool:
                 "the same order"
             )
     return kept is not None and all(name == kept for _, name in of_ranks)
+def _check_trained(joinables: Sequence[Any]) -> None:
+    """Raises: ConfigurationError: an optimizer has a parameter of which replayed backwards leave no gradient."""
+    models = [each for each in joinables if isinstance(each, DistributedDataParallel)]
+    if not all(
+        isinstance(each, (DistributedDataParallel, Optimizer)) for each in joinables if isinstance(each, base.Joinable)
+    ):
+        return  # It may have a model of its own.
+    trained = {parameter for model in models for parameter in data_parallel_parameters(model)}
+    for optimizer in joinables:
+        for parameter in _parameters_of(optimizer):
+            if parameter.requires_grad and parameter not in trained:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that no model in "
+                    "this Join synchronizes, and a rank that has run out of inputs would go on applying its last "
+                    "gradient: give Join the DistributedDataParallel model that has it, too, or make another optimizer "
+                    "of it, which is not given to Join"
+                )
 
 
 def _described(joinable: Any) -> str:
     """Its kind and the number of elements of its parameters, for ranks to compare."""
     schedule = schedule_of(joinable)
     holder = joinable if schedule is None else schedule.optimizer
-    parameters: Iterable[Tensor] = ()
-    if isinstance(holder, Optimizer):
-        parameters = [one for group in holder.param_groups for one in group["params"]]
-    elif isinstance(holder, nn.Module):
-        parameters = holder.parameters()
+    parameters = holder.parameters() if isinstance(holder, nn.Module) else _parameters_of(holder)
     return f"{described(joinable)} of {sum(one.numel() for one in parameters)} elements"
+
+
+def _parameters_of(optimizer: Any) -> list[Tensor]:
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else ()
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _cause(error: BaseException, board: Board) -> CollectiveError | None:

@@ -40,8 +40,8 @@ def _counts(rank: int, world_size: int, case: Case) -> tuple[dict[str, float], d
     polls: dict[str, int] = {}
 
     class Counted(context._Poll):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             polls[told_by] = polls.get(told_by, 0) + 1
 
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,8 @@ def _all_counts(rank: int, world_size: int) -> list[Any]:
 def test_an_iteration_costs_one_poll_and_no_collective_of_the_model() -> None:
     """And once a rank has run out one poll more for each call that it replays."""
     for has_buffers, (extra, polls) in enumerate(run_ranks(_all_counts, 2, timeout_s=120)[0]):
-        # Replayed are backwards, and forwards that synchronize buffers; two more polls end the block.
+        # Replayed are backwards, and forwards that synchronize buffers; one poll ends the block, and one says who has
+        # run out.
         expected = _STEPS + 2 + (_STEPS - _FEWER) * (1 + has_buffers)
         for told_by in TOLD_BY:
             assert (extra[told_by], polls[told_by]) == (0, expected), told_by

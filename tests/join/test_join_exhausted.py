@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -33,6 +34,30 @@ def _train(batches: list[Any], told_by: str, ran: list[Any], **options: Any) -> 
     return snapshot(ddp, None)
 
 
+def _keeps_what_was_drawn(rank: int) -> None:
+    """Ranks have four batches and two; then one of them none."""
+    ddp = wrap(torch.nn.Linear(1, 1, bias=False))
+
+    def trained(batches: Any, **options: Any) -> list[Any]:
+        drawn = []
+        with Join([ddp], divide_by_initial_world_size=False, **options) as join:
+            for number in join.iterate(batches):
+                ddp.zero_grad()
+                ddp(torch.ones(1, 1)).sum().backward()
+                assert ddp.module.weight.grad.item() == 1
+                drawn.append(number)
+        return drawn
+
+    kept = (number for number in range(4 - 2 * rank))
+    assert trained(kept, on_exhausted="stop") == [0, 1]
+    with pytest.warns(UserWarning, match=r"ranks \[1\] have no batches, so on_exhausted=\"stop\" ends"):
+        assert trained(kept, on_exhausted="stop") == []
+    assert trained(kept) == [2, 3][: 2 - 2 * rank]
+    warned = pytest.warns(UserWarning, match="drawn from this range_iterator is left out.*batches = ")
+    with warned if rank == 0 else nullcontext():
+        assert trained(iter(range(2 - rank)), on_exhausted="stop") == [0]
+
+
 def _exhausted(rank: int, world_size: int) -> Any:
     ran: list[Any] = []
     ended = _train(_batches(rank), "batches", ran, on_exhausted="stop")
@@ -52,6 +77,7 @@ def _exhausted(rank: int, world_size: int) -> Any:
         trained = []
         _train(_batches(rank)[:3], told_by, trained, throw_on_early_termination=True)
         assert len(trained) == 3
+    _keeps_what_was_drawn(rank)
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     with Join([ddp], enable=False) as join:
         for batch in join.iterate(_batches(rank)[:2]):

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import FORMS, joined, make, train_unevenly
+from join_loops import FORMS, joined, make, plain_body, train_unevenly, train_with_zero_loss
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
-from overlap import AllReduce, Join, LocalSGD, PeerError, TrainingLoopError, UnsupportedError, chain
+from overlap import (
+    AllReduce,
+    Join,
+    LocalSGD,
+    PeerError,
+    TrainingLoopError,
+    UnsupportedError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+from overlap.hooks.engine import executors
 
 _BATCHES = (6, 3)
 _TIMEOUT_S = 20
@@ -48,6 +63,34 @@ def test_the_divisor_of_a_subgroup_is_the_number_of_its_ranks_with_inputs() -> N
     run_ranks(_divided, 2)
 
 
+def _without_a_registration(rank: int, world_size: int) -> None:
+    """Rank 1 runs out after one of two batches; the gradient of each batch is one."""
+    models = {name: wrap(nn.Linear(1, 1, bias=False)) for name in ("plain", "removed", "copied", "built-in")}
+    for name in ("removed", "copied"):
+        registration = chain(AllReduce()).register(models[name])
+        if name == "removed":
+            registration.remove()
+    models["copied"] = copy.deepcopy(models["copied"])
+    models["built-in"]._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    for name, ddp in models.items():
+        refused = pytest.raises(UnsupportedError, match="divides by the number of all ranks")
+        with refused if name == "built-in" else nullcontext():
+            with joined([ddp], [torch.ones(1, 1)] * (2 - rank), "batches", divide_by_initial_world_size=False) as ones:
+                for one in ones:
+                    ddp.zero_grad()
+                    ddp(one).sum().backward()
+            assert ddp.module.weight.grad.item() == 1, name
+    with (
+        pytest.raises(UnsupportedError, match=r"once a hook was registered, also after remove\(\)"),
+        models["removed"].join(divide_by_initial_world_size=False),
+    ):
+        models["removed"](torch.ones(1, 1))
+
+
+def test_the_divisor_where_a_registration_was_removed_or_the_model_copied() -> None:
+    run_ranks(_without_a_registration, 2, group_timeout_s=_TIMEOUT_S)
+
+
 # Parameters that no rank used.
 
 
@@ -65,6 +108,38 @@ def _unused(rank: int, world_size: int) -> None:
 
 def test_a_parameter_that_nobody_used_is_not_updated() -> None:
     run_ranks(_unused, 2)
+
+
+@mock.patch.object(executors, "SMALL_BYTES", 2**20)
+def _gathered_in_forward(rank: int, world_size: int) -> None:
+    """Of a model without a worker thread. Every second batch is only accumulated; rank 1 runs out after such a one."""
+    case, options = UNUSED_ON_SOME_RANKS, {"lr": 0.01, "weight_decay": 0.5}
+
+    def train(make_stages: Any) -> dict[str, Tensor]:
+        ddp = wrap(case.model(), **case.ddp_options())
+        optimizer, stages = make_stages(ddp)
+        if stages:
+            chain(*stages).register(ddp)
+        with Join([ddp, optimizer]) as join:
+            for step, batch in enumerate(join.iterate(case.batches(rank, steps=_BATCHES[rank]))):
+                with ddp.no_sync() if step % 2 == 0 else nullcontext():
+                    mean_squared_error(ddp, batch).backward()
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
+
+    def sharded(ddp: Any, partition: str, reducers: list[Any], deferred: bool) -> Any:
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition=partition, **options)
+        return zero, [*reducers, ZeroStep(zero, gather="forward", deferred=deferred)]
+
+    expected = train(lambda ddp: (torch.optim.AdamW(ddp.parameters(), **options), []))
+    for how in itertools.product(("element", "parameter"), ([], [AllReduce()]), (False, True)):
+        assert_parity(train(lambda ddp, how=how: sharded(ddp, *how)), expected, what=str(how))
+
+
+def test_gathers_in_forward_come_after_the_exchange_of_unused_parameters() -> None:
+    run_ranks(_gathered_in_forward, 2, group_timeout_s=_TIMEOUT_S)
 
 
 # Hyperparameters.
@@ -87,6 +162,30 @@ def _with_scheduler(rank: int, world_size: int) -> None:
 
 def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part() -> None:
     run_ranks(_with_scheduler, 2, group_timeout_s=_TIMEOUT_S)
+
+
+# What the loop does besides.
+
+
+def _averaged(rank: int, world_size: int) -> None:
+    """A moving average in a step post-hook, against a loop in which rank 1 goes on with a loss of zero."""
+
+    def train(form: str, run: Any) -> Any:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = make(ddp, form, lr=0.05)
+        average = AveragedModel(ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(ddp.module))
+        run(ddp, optimizer)
+        return {name: value.clone() for name, value in average.state_dict().items()}
+
+    expected = train("plain", lambda *made: train_with_zero_loss(*made, MLP, rank, body=plain_body, counts=_BATCHES))
+    for form, told_by in FORMS.items():
+        followed = train(form, lambda *made, by=told_by: train_unevenly(*made, MLP, rank, by, counts=_BATCHES))
+        assert_parity(followed, expected, what=form)
+
+
+def test_step_hooks_run_on_a_rank_without_inputs() -> None:
+    run_ranks(_averaged, 2, group_timeout_s=_TIMEOUT_S)
 
 
 # Gradients that were added up under no_sync when the rank ran out.

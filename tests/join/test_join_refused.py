@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from harness.third_party import DelegatingOptimizer
-from overlap import ConfigurationError, Join, TrainingLoopError, UnsupportedError
+from overlap import AllReduce, ConfigurationError, Join, PeerError, TrainingLoopError, UnsupportedError, chain
 
 _BATCH = MLP.batch(0, 0)
 
@@ -47,6 +49,10 @@ ARGUMENTS: list[tuple[Callable[[Any], Any], str]] = [
     (
         lambda ddp: Join([ddp], on_exhausted="wait"),  # type: ignore[arg-type]
         "on_exhausted is one of shadow, stop, got 'wait'",
+    ),
+    (
+        lambda ddp: Join([ddp, torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)]),
+        r"SGD has a parameter of shape \(3,\) that no model in this Join synchronizes",
     ),
     (
         lambda ddp: Join([ddp, DelegatingOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))]),
@@ -130,6 +136,31 @@ def _breaks(ddp: Any, rank: int) -> None:
             break
 
 
+def _accumulates_to_the_last(ddp: Any, rank: int, **options: Any) -> None:
+    """As many loops do it: rank 0 synchronizes at its last batch, in which rank 1 still accumulates."""
+    count = 5 + 3 * rank
+    with Join([ddp], **options) as join:
+        for step, each in enumerate(join.iterate([_BATCH] * count)):
+            with contextlib.nullcontext() if step % 2 or step + 1 == count else ddp.no_sync():
+                mean_squared_error(ddp, each).backward()
+
+
+def _accumulates_and_leaves(ddp: Any, rank: int) -> None:
+    """Rank 1 synchronizes in the last iteration of rank 0, which only accumulates and has run out then."""
+    with Join([ddp]):
+        for step in range(2 + rank):
+            with contextlib.nullcontext() if step == rank == 1 else ddp.no_sync():
+                mean_squared_error(ddp, _BATCH).backward()
+
+
+def _leaves_in_step(ddp: Any, rank: int) -> None:
+    with Join([ddp], on_exhausted="stop") as join:
+        for step, each in enumerate(join.iterate([_BATCH] * 4)):
+            mean_squared_error(ddp, each).backward()
+            if step == 1 and rank == 1:
+                break
+
+
 def _comes_again(ddp: Any, rank: int) -> None:
     join = Join([ddp])
     for _ in range(2):
@@ -148,7 +179,15 @@ LOOPS: list[tuple[Callable[[Any, int], None], type[Exception], str]] = [
     (_iterates_twice, TrainingLoopError, "open another"),
     (_goes_on, TrainingLoopError, r"after join\.iterate had ended"),
     (_steps_first, TrainingLoopError, r"ranks \[1\] ran out of inputs, and the others did something more"),
-    (_breaks, TrainingLoopError, r"left join\.iterate\(loader\) after 1 batches"),
+    (_breaks, TrainingLoopError, r"left the loop .* after 1 batches, by break or return.*islice\(loader, 1\)"),
+    (_accumulates_to_the_last, TrainingLoopError, r"ranks \[0\] synchronize .* ranks \[1\] do not .*nullcontext\(\)"),
+    (
+        partial(_accumulates_to_the_last, on_exhausted="stop"),
+        TrainingLoopError,
+        r"ranks \[0\] synchronize .* ranks \[1\] do not",
+    ),
+    (_accumulates_and_leaves, TrainingLoopError, r"ranks \[1\] synchronize .* ranks \[0\] do not"),
+    (_leaves_in_step, TrainingLoopError, r"ranks \[1\] left the loop after 2 iterations, and ranks \[0\] went on"),
     (_comes_again, TrainingLoopError, "make another for the next epoch"),
     (_is_told_different_things, ConfigurationError, "rank 1 enters Join with"),
 ]
@@ -166,6 +205,23 @@ def _loops(rank: int, world_size: int) -> None:
 
 def test_blocks_that_cannot_be_followed_are_refused_and_leave_the_model_as_it_was() -> None:
     run_ranks(_loops, 2)
+
+
+def _differs(rank: int, world_size: int) -> None:
+    """Rank 1 steps twice where rank 0 goes on, which rank 2 notices, without inputs."""
+    ddp = _model()
+    chain(AllReduce()).register(ddp)  # Ranks that wait learn of the error.
+    optimizer = make(ddp, "plain", lr=0.1)
+    refused = pytest.raises((TrainingLoopError, PeerError), match=r"different calls at the same time \(BEGIN, STEP\)")
+    with refused, Join([ddp, optimizer]) as join:
+        for step, each in enumerate(join.iterate([_BATCH] * (1 if rank == 2 else 3))):
+            mean_squared_error(ddp, each).backward()
+            for _ in range(1 + (step == rank == 1)):
+                optimizer.step()
+
+
+def test_ranks_that_make_different_calls_are_an_error() -> None:
+    run_ranks(_differs, 3)
 
 
 def _deferred_loops_that_do_not_step(rank: int, world_size: int) -> None:

@@ -287,13 +287,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a rank without inputs leaves out a step": Mutant(
         "join/context.py",
-        "self._adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2])",
-        "self._adapters[int(index)].replay(Call(int(call)), detail[: _OF_CALL - 2]) if call < Call.STEP else None",
+        "self._adapters[int(index)].replay(call, detail[: _OF_CALL - 1])",
+        "self._adapters[int(index)].replay(call, detail[: _OF_CALL - 1]) if call < Call.STEP else None",
         "join/test_join_parity.py -k other_optimizers",
     ),
     "hyperparameters are not followed": Mutant(
         "join/context.py",
-        "self._hyperparameters.follow(detail[_OF_CALL - 2 :])",
+        "self._hyperparameters.follow(detail[_OF_CALL - 1 :])",
         "pass",
         "loops/test_loops.py -k 'momentum and hand'",
     ),

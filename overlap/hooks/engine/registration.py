@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import check_ddp, check_device, digest
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
-from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
+from overlap._torch.ddp import data_parallel_parameters, hook_name, refusal
 from overlap._torch.device import has_streams
 from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import (
@@ -34,6 +34,7 @@ from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage, StageContext
+from overlap.join import gradient_divisor
 from overlap.ranks.board import Agreement, PerRank, add_peer_note
 from overlap.ranks.machines import note_place, places
 
@@ -44,7 +45,8 @@ __all__ = ["Registration", "register", "registration_of"]
 
 class _Dispatcher:
     """The hooks of the current registration: those around a forward, and DDP's communication hook, which DDP takes once
-    and keeps. Without a registration it reduces as DDP itself does; with a copy of the model nothing is registered."""
+    and keeps. Without a registration it reduces as DDP itself does, and refuses what it cannot know, a divisor of
+    PyTorch's Join. A copy of the model has no communication hook, and a dispatcher without a group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.__name__ = self.__qualname__ = "overlap"
@@ -53,14 +55,15 @@ class _Dispatcher:
         self._in_flight: list[tuple[dist.Work, torch.Tensor, BucketFuture]] = []
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self.registration is None or not torch.is_grad_enabled():
+        if self._group is None or not torch.is_grad_enabled():
             return
         if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
             raise UnsupportedError(
-                "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
-                "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"
+                "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook was registered, also "
+                "after remove(); use `with overlap.Join([ddp], divide_by_initial_world_size=False)`"
             )
-        self.registration.before_forward()
+        if self.registration is not None:
+            self.registration.before_forward()
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """Also where the forward raised: DDP's own collectives there, of buffers and of the order of its buckets, fail
@@ -81,7 +84,8 @@ class _Dispatcher:
 
     @without_saved_context()
     def _reduce(self, bucket: GradBucket) -> BucketFuture:
-        buffer = bucket.buffer().mul_(1 / dist.get_world_size(self._group))
+        assert self._group is not None, "the model is no copy"
+        buffer = bucket.buffer().mul_(1 / gradient_divisor(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         if has_streams(buffer.device):
@@ -127,10 +131,7 @@ class Registration:
         self._dispatcher = dispatcher
         # Code of stages does not belong to a compiled forward.
         self.before_forward = torch.compiler.disable(runtime.before_forward)
-        self._handles = (
-            ddp.register_forward_pre_hook(dispatcher.before_forward),
-            ddp.register_forward_hook(dispatcher.after_forward, always_call=True),
-        )
+        self._handle = ddp.register_forward_hook(dispatcher.after_forward, always_call=True)
 
     @property
     def is_active(self) -> bool:
@@ -142,8 +143,7 @@ class Registration:
         if not self.is_active:
             return
         self._dispatcher.registration = None
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
         self.runtime.close()
 
     def discard(self) -> None:
@@ -326,12 +326,13 @@ def _dispatcher_of(ddp: DistributedDataParallel) -> _Dispatcher:
         return dispatcher
     if (reason := refusal(ddp)) is not None:
         raise RegistrationError(reason)
-    if (name := has_foreign_hook(ddp, _Dispatcher)) is not None:
+    if (name := hook_name(ddp)) is not None:
         raise RegistrationError(
             f"this model has the communication hook {name} already, and DDP takes one only; make a new "
             "DistributedDataParallel and register a chain with the hook in it: chain(as_stage(hook, state), ...)"
         )
     dispatcher = _Dispatcher(ddp.process_group)
     ddp.register_comm_hook(None, dispatcher)
+    ddp.register_forward_pre_hook(dispatcher.before_forward)
     _dispatchers[ddp] = dispatcher
     return dispatcher

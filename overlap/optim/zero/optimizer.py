@@ -28,6 +28,7 @@ from overlap._torch.optimizer import (
     is_scheduled,
     own_step,
     run_state_hooks,
+    step_hooks,
     unwrapped,
 )
 from overlap.errors import (
@@ -749,6 +750,16 @@ class _ZeroJoinHook(JoinHook):
         self._zero = zero
 
     def main_hook(self) -> None:
+        zero = self._zero
+        # PyTorch's Join calls this once a forward, whether or not the others have called step().
+        before, after = step_hooks(zero) if active_join(zero.process_group) is not None else ((), ())
+        for hook in before:
+            hook(zero, (zero,), {})
+        self._step()
+        for hook in after:
+            hook(zero, (zero,), {})
+
+    def _step(self) -> None:
         zero, stage = self._zero, self._zero._stage
         zero.has_joined = True
         if stage is None:

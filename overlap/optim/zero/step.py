@@ -311,7 +311,11 @@ class ZeroStep(Update[ShardedLayout]):
         if self.leaves_update:
             self._mark_verdict()
         elif self._gathers_in_forward and not self.lifecycle.verdict.skips(self.stepped):
-            self.gather()
+            join = active_join(self.optimizer.process_group)
+            if join is not None and self.lifecycle.is_replay:
+                join.after_replay.append(self.gather)  # Other ranks finish DDP's backward first.
+            else:
+                self.gather()
 
     @torch.no_grad()
     def _mark_verdict(self) -> None:
