@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import check_ddp, check_device, digest
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
-from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
+from overlap._torch.ddp import OutsideOfBuckets, data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.device import has_streams
 from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import (
@@ -51,7 +52,7 @@ class _Dispatcher:
         self.registration: Registration | None = None
         self._in_flight: list[tuple[dist.Work, torch.Tensor, BucketFuture]] = []
 
-    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def before_forward(self, outside: OutsideOfBuckets, module: torch.nn.Module, inputs: Any) -> None:
         if self.registration is None or not torch.is_grad_enabled():
             return
         if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
@@ -59,7 +60,7 @@ class _Dispatcher:
                 "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
                 "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"
             )
-        self.registration.before_forward()
+        self.registration.before_forward(outside)
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """Also where the forward raised: DDP's own collectives there, of buffers and of the order of its buckets, fail
@@ -127,7 +128,7 @@ class Registration:
         # Code of stages does not belong to a compiled forward.
         self.before_forward = torch.compiler.disable(runtime.before_forward)
         self._handles = (
-            ddp.register_forward_pre_hook(dispatcher.before_forward),
+            ddp.register_forward_pre_hook(partial(dispatcher.before_forward, OutsideOfBuckets())),
             ddp.register_forward_hook(dispatcher.after_forward, always_call=True),
         )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket, stride_of
-from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
+from overlap._torch.ddp import OutsideOfBuckets, forget_unfinished_backward, is_to_rebuild
 from overlap._torch.device import is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
@@ -55,6 +56,11 @@ _SPARSE = (
 _INSTEAD_OF_CAPTURE = (
     "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
     "torch.compile(mode='reduce-overhead'), or leave the registration out"
+)
+_OUTSIDE = (
+    "{names} require a gradient, but DistributedDataParallel reduces only the parameters that did when it was made, so "
+    "the gradients of these would differ between ranks. After adding or unfreezing parameters, .remove() what register "
+    "returned, make ddp = DistributedDataParallel(ddp.module), and register again"
 )
 _ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
 
@@ -112,6 +118,9 @@ class Runtime:
         """Those of the chain."""
         # By the bucket's index.
         self._known: dict[int, _KnownBucket] = {}
+        self._reduced: Collection[Tensor] = ()
+        """The parameters that DDP reduces, which only the buckets of a backward tell for certain."""
+        self._knows_reduced = self._has_warned = False
         # As the parameters were at registration or, registered as a hook, when their gradients first arrived.
         self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
         worker = self.executor.worker
@@ -133,6 +142,9 @@ class Runtime:
         self._runs[:] = [StageRun(repr(stage), stage, _passed(stage)) for stage in sequence]
         self.updates = updates_of(sequence)
         _check_disjoint(self.updates, self.context.names)
+        # Until they are known, all that DDP may reduce; an averager is made for those that are trained then.
+        is_averaged = self.stage.role is Role.AVERAGER
+        self._reduced = {p for p in self.context.names or () if p.requires_grad or not is_averaged}
 
     def open(self) -> None:
         """Connect to the other ranks. Raises: CollectiveError: another rank did not arrive in time."""
@@ -169,18 +181,19 @@ class Runtime:
         if self.executor.worker is not None:
             self.executor.worker.wait_until_idle()
 
-    def before_forward(self) -> None:
+    def before_forward(self, outside: OutsideOfBuckets) -> None:
         """Called before a forward that records gradients.
 
         Raises:
             UnsupportedError: a CUDA graph is being captured.
-            TrainingLoopError: a stage refuses a step of the loop.
+            TrainingLoopError: a stage refuses a step of the loop, or DDP does not reduce a parameter that is trained.
         """
         if is_capturing(self.context.device):
             self._refuse_capture()
         if self._is_unfinished:
             self._forget_unfinished()
         try:
+            self._check_outside(outside)
             for stage in self._called["before_forward"]:
                 stage.before_forward()
         except TrainingLoopError as error:
@@ -189,6 +202,17 @@ class Runtime:
             raise
         if self.passes == 1:
             self._meet_before_rebuilding()
+
+    def _check_outside(self, outside: OutsideOfBuckets) -> None:
+        """Refuses parameters that require a gradient and are in no bucket, which with a reducer alone is a warning."""
+        if (model := self._model()) is None or not (trained := outside.trained(model, self._reduced)):
+            return
+        message = _OUTSIDE.format(names=", ".join(trained[:3]) + (", ..." if len(trained) > 3 else ""))
+        if self.updates or self.stage.role >= Role.UPDATE:
+            raise TrainingLoopError(message)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, UserWarning, stacklevel=2)
 
     def _meet_before_rebuilding(self) -> None:
         """Wait for the other ranks before the forward in which DDP compares its new buckets with theirs, once.
@@ -236,6 +260,9 @@ class Runtime:
         future = executor.new_future()
         if executor.observer is not None:
             executor.observer.arrived(bucket)
+        if bucket.is_last and not self._knows_reduced:
+            self._reduced = {parameter for one in self._known.values() for parameter in one.parameters}
+            self._knows_reduced = True
         if bucket.is_last and not is_replay:
             after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
         refusal: Exception | None = None
