@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 # Compiled modules.
 
@@ -91,6 +92,11 @@ class OutsideOfBuckets:
         if not any(map(self._requires_grad, self._outside)):
             return []
         return [name for parameter, name in self._outside.items() if parameter.requires_grad]
+
+
+def tensors_in(outputs: Any) -> Iterable[Tensor]:
+    """The tensors in the result of a forward, as DDP itself looks for them."""
+    return (outputs,) if isinstance(outputs, Tensor) else _find_tensors(outputs)
 
 
 def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:

@@ -65,10 +65,13 @@ class _Dispatcher:
     def after_forward(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """Also where the forward raised: DDP's own collectives there, of buffers and of the order of its buckets, fail
         with an error that names no rank."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.registration is None:
             return  # To look at outputs would have the compiler read their ``.grad``, which warns.
-        if outputs is None and self.registration is not None and (error := sys.exception()) is not None:
-            explain(error, self.registration.runtime.executor.channels.board)
+        runtime = self.registration.runtime
+        if outputs is not None:
+            runtime.after_forward(outputs)
+        elif (error := sys.exception()) is not None:
+            explain(error, runtime.executor.channels.board)
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket, stride_of
-from overlap._torch.ddp import OutsideOfBuckets, forget_unfinished_backward, is_to_rebuild
+from overlap._torch.ddp import OutsideOfBuckets, forget_unfinished_backward, is_to_rebuild, tensors_in
 from overlap._torch.device import is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
@@ -95,8 +94,9 @@ class Runtime:
         """Whether the stages are attached: a hook learns of the model from the first bucket."""
         self._is_unfinished = False
         """Whether the last backward ended with an error of the model's own, which DDP has still to forget."""
-        # The backward whose end is watched, and what watches the buckets.
+        # The backward whose end is watched, what begins that from an output of the model, and what watches the buckets.
         self._graph = -1
+        self._on_gradient = partial(_on_gradient, weakref.ref(self))
         self._watchers: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
         self.executor = model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
@@ -203,6 +203,14 @@ class Runtime:
         if self.passes == 1:
             self._meet_before_rebuilding()
 
+    def after_forward(self, outputs: Any) -> None:
+        """Called after a forward: a backward that ends with an error before its first bucket is to be noticed, too."""
+        if (model := self._model()) is None or not model.require_backward_grad_sync:
+            return
+        for tensor in tensors_in(outputs):
+            if (node := tensor.grad_fn) is not None:
+                node.register_prehook(self._on_gradient)
+
     def _check_outside(self, outside: OutsideOfBuckets) -> None:
         """Refuses parameters that require a gradient and are in no bucket, which with a reducer alone is a warning."""
         if (model := self._model()) is None or not (trained := outside.trained(model, self._reduced)):
@@ -233,12 +241,11 @@ class Runtime:
         """The hook that DDP calls for each bucket, in order: on autograd's thread, or in a replay on the caller's."""
         graph, index = backward_id(), raw.index()
         is_replay = graph == -1
+        if not is_replay and graph != self._graph:  # Where no forward was seen.
+            self._watch_backward(graph)
         if self._pass is None or index == 0:
             self._pass = self._begin(is_replay=is_replay)
         current, executor = self._pass, self._pass.executor
-        if not is_replay and graph != self._graph:
-            self._graph = graph
-            if_abandoned(partial(self._abandon, current))
         parameters = raw.parameters()
         known = self._known.get(index)
         strides = list(map(stride_of, parameters))
@@ -380,24 +387,32 @@ class Runtime:
         self._is_unfinished = error is not None and _ABANDONED in str(error)
         return error
 
-    def _abandon(self, abandoned: BackwardPass) -> None:
-        """Called where autograd gives up a pass: the other ranks wait for collectives that this one will not launch."""
-        if self._pass is not abandoned:
+    def _watch_backward(self, graph: int) -> None:
+        self._graph = graph
+        if_abandoned(partial(self._abandon, self.passes))
+
+    def _abandon(self, passes: int) -> None:
+        """Called where autograd gives up a backward that ``passes`` had preceded: the other ranks wait for collectives
+        that this one will not launch. Where no bucket has arrived yet, the pass begins, in order to fail as any."""
+        if self._pass is None and self.passes != passes:
             return
-        error = AbandonedBackwardError(_ABANDONED)
+        abandoned = self._pass or self._begin(is_replay=False)
+        error, worker = AbandonedBackwardError(_ABANDONED), self.executor.worker
         # The worker may itself wait for another rank, and polls this board meanwhile.
-        if self.executor.worker is not None and (board := self.executor.channels.board) is not None:
+        if worker is not None and (board := self.executor.channels.board) is not None:
             board.report(error)
-        is_over = threading.Event()
-
-        def end() -> None:
-            abandoned.fail(error)
-            is_over.set()
-
-        self.executor.submit(end)
-        is_over.wait()
+        self.executor.submit(partial(abandoned.fail, error))
+        if worker is not None:
+            worker.wait_until_idle()
         self._conclude(abandoned)
         self._note_unfinished()
+
+
+def _on_gradient(alive: weakref.ref[Runtime], gradients: Any) -> None:
+    """Called where a backward reaches an output of the model. The graph must not keep the runtime."""
+    runtime, graph = alive(), backward_id()
+    if runtime is not None and graph != runtime._graph:
+        runtime._watch_backward(graph)
 
 
 def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:
