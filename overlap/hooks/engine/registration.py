@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -141,10 +142,13 @@ class Registration:
         return self._dispatcher.registration is self
 
     def remove(self) -> None:
-        """Remove the stage; call it on every rank, between two steps. A second call does nothing."""
-        if not self.is_active:
-            return
-        self._dispatcher.registration = None
+        """Remove the stage; call it on every rank, between two steps.
+
+        All is removed, also where a stage raises, as where it still waits for a gather that has failed; that error is
+        raised in the end. A second call does nothing but what a stage could not do in the first.
+        """
+        if self.is_active:
+            self._dispatcher.registration = None  # Another may have taken its place since.
         for handle in self._handles:
             handle.remove()
         self.runtime.close()
@@ -161,9 +165,16 @@ class Registration:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, CollectiveError | GeneratorExit):
-            self.report(error)
-        self.remove()
+        try:
+            try:
+                if error is not None and not isinstance(error, CollectiveError | GeneratorExit):
+                    self.report(error)
+            finally:
+                self.remove()
+        except Exception as own:
+            if error is None:
+                raise
+            error.add_note(f"when the block was left, this was raised, too: {type(own).__name__}: {own}")
 
     def __repr__(self) -> str:
         return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
@@ -261,7 +272,8 @@ def _register(
         _check_alike(agreement, runtime)
         runtime.open()
     except BaseException:
-        runtime.close()
+        with contextlib.suppress(Exception):  # The other error is the cause.
+            runtime.close()
         raise
     dispatcher.registration = Registration(runtime, dispatcher, ddp)
     return dispatcher.registration

@@ -152,20 +152,28 @@ class Runtime:
         self.executor.channels.open()
 
     def close(self) -> None:
-        """Detach the stages, end the thread and close its connections."""
+        """Detach the stages, end the thread and close its connections, all of it whatever a stage raises; raises the
+        first of these errors in the end. A second call detaches again those stages that have raised."""
         self._forget_unfinished()  # For plain DDP, or for the next registration.
-        for stage in self._attached:
-            stage.detach()
-        self._attached.clear()
+        attached, self._attached = self._attached, []
+        errors: list[BaseException] = []
+        for stage in attached:
+            try:
+                stage.detach()
+            except BaseException as error:
+                error.add_note(f"raised by {stage!r} when the registration was removed")
+                self._attached.append(stage)
+                errors.append(error)
         self._watchers.clear()
         self._known.clear()
-        self._end.detach()
         channels, worker = self.executor.channels, self.executor.worker
-        if worker is None:
+        if self._end.detach() is None or worker is None:
             channels.abort()
         else:
             # After the jobs of a backward that ended before all buckets had arrived: they use the connections, too.
             worker.stop(channels.abort)
+        if errors:
+            raise errors[0]
 
     def _note_unfinished(self) -> None:
         self._is_unfinished = True
