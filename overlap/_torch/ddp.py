@@ -146,6 +146,11 @@ def is_to_rebuild(ddp: DistributedDataParallel) -> bool:
     return not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
 
 
+def has_all_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether each backward reduces all parameters; with an option of torch 2.13 only those that a rank has used."""
+    return not getattr(ddp, "skip_all_reduce_unused_params", False)
+
+
 def backward_may_synchronize(ddp: DistributedDataParallel) -> bool:
     """Whether the last forward of ``ddp``, also one without gradients, has prepared a backward with the other ranks."""
     return bool(ddp.require_forward_param_sync)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket, stride_of
-from overlap._torch.ddp import OutsideOfBuckets, forget_unfinished_backward, is_to_rebuild, tensors_in
+from overlap._torch.ddp import OutsideOfBuckets, forget_unfinished_backward, has_all_buckets, is_to_rebuild, tensors_in
 from overlap._torch.device import is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
@@ -276,8 +276,9 @@ class Runtime:
         if executor.observer is not None:
             executor.observer.arrived(bucket)
         if bucket.is_last and not self._knows_reduced:
-            self._reduced = {parameter for one in self._known.values() for parameter in one.parameters}
             self._knows_reduced = True
+            if (model := self._model()) is not None and has_all_buckets(model):
+                self._reduced = {parameter for one in self._known.values() for parameter in one.parameters}
         if bucket.is_last and not is_replay:
             after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
         refusal: Exception | None = None
@@ -402,8 +403,8 @@ class Runtime:
     def _abandon(self, passes: int) -> None:
         """Called where autograd gives up a backward that ``passes`` had preceded: the other ranks wait for collectives
         that this one will not launch. Where no bucket has arrived yet, the pass begins, in order to fail as any."""
-        if self._pass is None and self.passes != passes:
-            return
+        if self._pass is None and (self.passes != passes or self._is_unfinished):
+            return  # It is over, or was refused, which leaves no trace.
         abandoned = self._pass or self._begin(is_replay=False)
         error, worker = AbandonedBackwardError(_ABANDONED), self.executor.worker
         # The worker may itself wait for another rank, and polls this board meanwhile.
