@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 # Compiled modules.
 
@@ -47,8 +49,54 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     return {
         parameter: plain_name(name)
         for name, parameter in ddp.module.named_parameters()
-        if not hasattr(parameter, "_ddp_ignored")
+        if not hasattr(parameter, "_ddp_ignored") and name not in ddp.parameters_to_ignore
     }
+
+
+class OutsideOfBuckets:
+    """The parameters of a DDP model that its buckets do not have, looked up again where modules or parameters were
+    added or modules replaced.
+
+    Only the model itself may refer to it: it refers to the model's modules, and the garbage collector does not see what
+    DDP's reducer refers to.
+    """
+
+    _requires_grad = operator.attrgetter("requires_grad")
+
+    def __init__(self) -> None:
+        # The dictionaries of each module, and what they had when the parameters were looked up.
+        self._children: list[dict[str, Any]] = []
+        self._parameters: list[dict[str, Any]] = []
+        self._noted: tuple[list[dict[str, Any]], list[int]] | None = None
+        self._reduced: Collection[Tensor] = ()
+        self._outside: dict[Tensor, str] = {}
+
+    def trained(self, ddp: DistributedDataParallel, reduced: Collection[Tensor]) -> list[str]:
+        """The names of those that require a gradient; the buckets have those that are ``reduced``, one object while
+        that is the same.
+
+        Called in every forward, so all that it does where nothing has changed runs in C.
+        """
+        if self._reduced is not reduced or self._noted != (self._children, list(map(len, self._parameters))):
+            self._reduced = reduced
+            modules = list(ddp.module.modules())
+            self._children = [module._modules for module in modules]
+            self._parameters = [module._parameters for module in modules]
+            self._noted = list(map(dict, self._children)), list(map(len, self._parameters))
+            # Tensor parallelism makes the parameters of the module anew in every forward, from those in the buckets.
+            self._outside = {
+                parameter: name
+                for parameter, name in data_parallel_parameters(ddp).items()
+                if parameter not in reduced and not hasattr(parameter, "_st_info")
+            }
+        if not any(map(self._requires_grad, self._outside)):
+            return []
+        return [name for parameter, name in self._outside.items() if parameter.requires_grad]
+
+
+def tensors_in(outputs: Any) -> Iterable[Tensor]:
+    """The tensors in the result of a forward, as DDP itself looks for them."""
+    return (outputs,) if isinstance(outputs, Tensor) else _find_tensors(outputs)
 
 
 def hook_name(ddp: DistributedDataParallel) -> str | None:
@@ -94,6 +142,11 @@ def is_to_rebuild(ddp: DistributedDataParallel) -> bool:
     DDP does so unless it looks for unused parameters in every backward.
     """
     return not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def has_all_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether each backward reduces all parameters; with an option of torch 2.13 only those that a rank has used."""
+    return not getattr(ddp, "skip_all_reduce_unused_params", False)
 
 
 def backward_may_synchronize(ddp: DistributedDataParallel) -> bool:

@@ -687,6 +687,8 @@ def _compared(of_ranks: list[Any]) -> bool:
                 "the same order"
             )
     return kept is not None and all(name == kept for _, name in of_ranks)
+
+
 def _check_trained(joinables: Sequence[Any]) -> None:
     """Raises: ConfigurationError: an optimizer has a parameter of which replayed backwards leave no gradient."""
     models = [each for each in joinables if isinstance(each, DistributedDataParallel)]

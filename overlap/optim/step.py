@@ -165,12 +165,14 @@ class Step(Update[StepLayout]):
         """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
         if not self.form.is_automatic or self.lifecycle.is_replay:
             return
-        names, reduced = self.lifecycle.names, self.lifecycle.gradients.reduced
+        reduced = self.lifecycle.gradients.reduced
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if left := [p for p in every if p.grad is not None and p not in names and id(p) not in reduced]:
+        if left := [p for p in every if p.grad is not None and id(p) not in reduced]:
             raise TrainingLoopError(
                 f"{len(left)} parameters of the {self.optimizer_name} have gradients but are in no bucket of the "
-                "model, so backward never updates them; give OverlappedOptimizer(optimizer) to Step and call its step()"
+                "model, so backward never updates them: freeze or unfreeze parameters of the model before "
+                "DistributedDataParallel is made; for other parameters give OverlappedOptimizer(optimizer) to Step and "
+                "call its step()"
             )
 
     def end_step(self) -> None:

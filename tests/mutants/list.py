@@ -59,7 +59,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "an abandoned backward is not noticed": Mutant(
         "hooks/engine/runtime.py",
-        "if_abandoned(partial(self._abandon, current))",
+        "if_abandoned(partial(self._abandon, self.passes))",
         "if_abandoned(lambda: None)",
         "optim/test_step_abandoned.py",
     ),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import check_ddp, check_device, digest
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
-from overlap._torch.ddp import data_parallel_parameters, hook_name, refusal
+from overlap._torch.ddp import OutsideOfBuckets, data_parallel_parameters, hook_name, refusal
 from overlap._torch.device import has_streams
 from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import (
@@ -54,7 +56,7 @@ class _Dispatcher:
         self.registration: Registration | None = None
         self._in_flight: list[tuple[dist.Work, torch.Tensor, BucketFuture]] = []
 
-    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def before_forward(self, outside: OutsideOfBuckets, module: torch.nn.Module, inputs: Any) -> None:
         if self._group is None or not torch.is_grad_enabled():
             return
         if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
@@ -63,15 +65,18 @@ class _Dispatcher:
                 "after remove(); use `with overlap.Join([ddp], divide_by_initial_world_size=False)`"
             )
         if self.registration is not None:
-            self.registration.before_forward()
+            self.registration.before_forward(outside)
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """Also where the forward raised: DDP's own collectives there, of buffers and of the order of its buckets, fail
         with an error that names no rank."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.registration is None:
             return  # To look at outputs would have the compiler read their ``.grad``, which warns.
-        if outputs is None and self.registration is not None and (error := sys.exception()) is not None:
-            add_peer_note(error, self.registration.runtime.executor.channels.board)
+        runtime = self.registration.runtime
+        if outputs is not None:
+            runtime.after_forward(outputs)
+        elif (error := sys.exception()) is not None:
+            add_peer_note(error, runtime.executor.channels.board)
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
@@ -139,10 +144,13 @@ class Registration:
         return self._dispatcher.registration is self
 
     def remove(self) -> None:
-        """Remove the stage; call it on every rank, between two steps. A second call does nothing."""
-        if not self.is_active:
-            return
-        self._dispatcher.registration = None
+        """Remove the stage; call it on every rank, between two steps.
+
+        All is removed, also where a stage raises, as where it still waits for a gather that has failed; that error is
+        raised in the end. A second call does nothing but what a stage could not do in the first.
+        """
+        if self.is_active:
+            self._dispatcher.registration = None  # Another may have taken its place since.
         self._handle.remove()
         self.runtime.close()
 
@@ -179,9 +187,16 @@ class Registration:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, CollectiveError | GeneratorExit):
-            self.report(error)
-        self.remove()
+        try:
+            try:
+                if error is not None and not isinstance(error, CollectiveError | GeneratorExit):
+                    self.report(error)
+            finally:
+                self.remove()
+        except Exception as own:
+            if error is None:
+                raise
+            error.add_note(f"when the block was left, this was raised, too: {type(own).__name__}: {own}")
 
     def __repr__(self) -> str:
         return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
@@ -279,7 +294,8 @@ def _register(
         _check_alike(agreement, runtime)
         runtime.open()
     except BaseException:
-        runtime.close()
+        with contextlib.suppress(Exception):  # The other error is the cause.
+            runtime.close()
         raise
     dispatcher.registration = Registration(runtime, dispatcher, ddp)
     return dispatcher.registration
@@ -333,6 +349,6 @@ def _dispatcher_of(ddp: DistributedDataParallel) -> _Dispatcher:
         )
     dispatcher = _Dispatcher(ddp.process_group)
     ddp.register_comm_hook(None, dispatcher)
-    ddp.register_forward_pre_hook(dispatcher.before_forward)
+    ddp.register_forward_pre_hook(partial(dispatcher.before_forward, OutsideOfBuckets()))
     _dispatchers[ddp] = dispatcher
     return dispatcher

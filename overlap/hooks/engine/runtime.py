@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket, stride_of
-from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
+from overlap._torch.ddp import OutsideOfBuckets, forget_unfinished_backward, has_all_buckets, is_to_rebuild, tensors_in
 from overlap._torch.device import has_streams, hold, is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
@@ -57,6 +57,11 @@ _INSTEAD_OF_CAPTURE = (
     "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
     "torch.compile(mode='reduce-overhead'), or leave the registration out"
 )
+_OUTSIDE = (
+    "{names} require a gradient, but DistributedDataParallel reduces only the parameters that did when it was made, so "
+    "the gradients of these would differ between ranks. After adding or unfreezing parameters, .remove() what register "
+    "returned, make ddp = DistributedDataParallel(ddp.module), and register again"
+)
 _ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
 
 T = TypeVar("T", bound=Subject)
@@ -92,8 +97,9 @@ class Runtime:
         """Whether the last backward ended with an error of the model's own, which DDP has still to forget."""
         # Of the pass under way, the results that are the same on all ranks.
         self._are_finite: list[Tensor] = []
-        # The backward whose end is watched, and what watches the buckets.
+        # The backward whose end is watched, what begins that from an output of the model, and what watches the buckets.
         self._graph = -1
+        self._on_gradient = partial(_on_gradient, weakref.ref(self))
         self._watchers: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
         self.executor = model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
@@ -121,6 +127,9 @@ class Runtime:
         """Those of the chain."""
         # By the bucket's index.
         self._known: dict[int, _KnownBucket] = {}
+        self._reduced: Collection[Tensor] = ()
+        """The parameters that DDP reduces, which only the buckets of a backward tell for certain."""
+        self._knows_reduced = self._has_warned = False
         # As the parameters were at registration or, registered as a hook, when their gradients first arrived.
         self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
         worker = self.executor.worker
@@ -142,6 +151,9 @@ class Runtime:
         self._runs[:] = [StageRun(repr(stage), stage, _passed(stage)) for stage in sequence]
         self.updates = updates_of(sequence)
         _check_disjoint(self.updates, self.context.names)
+        # Until they are known, all that DDP may reduce; an averager is made for those that are trained then.
+        is_averaged = self.stage.role is Role.AVERAGER
+        self._reduced = {p for p in self.context.names or () if p.requires_grad or not is_averaged}
 
     def open(self) -> None:
         """Connect to the other ranks. Raises: CollectiveError: another rank did not arrive in time."""
@@ -149,20 +161,28 @@ class Runtime:
         self.executor.channels.open()
 
     def close(self) -> None:
-        """Detach the stages, end the thread and close its connections."""
+        """Detach the stages, end the thread and close its connections, all of it whatever a stage raises; raises the
+        first of these errors in the end. A second call detaches again those stages that have raised."""
         self._forget_unfinished()  # For plain DDP, or for the next registration.
-        for stage in self._attached:
-            stage.detach()
-        self._attached.clear()
+        attached, self._attached = self._attached, []
+        errors: list[BaseException] = []
+        for stage in attached:
+            try:
+                stage.detach()
+            except BaseException as error:
+                error.add_note(f"raised by {stage!r} when the registration was removed")
+                self._attached.append(stage)
+                errors.append(error)
         self._watchers.clear()
         self._known.clear()
-        self._end.detach()
         channels, worker = self.executor.channels, self.executor.worker
-        if worker is None:
+        if self._end.detach() is None or worker is None:
             channels.abort()
         else:
             # After the jobs of a backward that ended before all buckets had arrived: they use the connections, too.
             worker.stop(channels.abort)
+        if errors:
+            raise errors[0]
 
     def _note_unfinished(self) -> None:
         self._is_unfinished = True
@@ -205,12 +225,12 @@ class Runtime:
     def _names_of(self, others: Callable[[Tensor], bool] | None) -> Collection[str]:
         return () if others is None else {name for one, name in (self.context.names or {}).items() if others(one)}
 
-    def before_forward(self) -> None:
+    def before_forward(self, outside: OutsideOfBuckets) -> None:
         """Called before a forward that records gradients.
 
         Raises:
             UnsupportedError: a CUDA graph is being captured.
-            TrainingLoopError: a stage refuses a step of the loop.
+            TrainingLoopError: a stage refuses a step of the loop, or DDP does not reduce a parameter that is trained.
         """
         if is_capturing(self.context.device):
             self._refuse_capture()
@@ -219,6 +239,7 @@ class Runtime:
         if not self.context.learns_of_steps:
             self.commit()  # The loop has made the step by itself.
         try:
+            self._check_outside(outside)
             for stage in self._called["before_forward"]:
                 stage.before_forward()
         except TrainingLoopError as error:
@@ -227,6 +248,25 @@ class Runtime:
             raise
         if self.passes == 1:
             self._meet_before_rebuilding()
+
+    def after_forward(self, outputs: Any) -> None:
+        """Called after a forward: a backward that ends with an error before its first bucket is to be noticed, too."""
+        if (model := self._model()) is None or not model.require_backward_grad_sync:
+            return
+        for tensor in tensors_in(outputs):
+            if (node := tensor.grad_fn) is not None:
+                node.register_prehook(self._on_gradient)
+
+    def _check_outside(self, outside: OutsideOfBuckets) -> None:
+        """Refuses parameters that require a gradient and are in no bucket, which with a reducer alone is a warning."""
+        if (model := self._model()) is None or not (trained := outside.trained(model, self._reduced)):
+            return
+        message = _OUTSIDE.format(names=", ".join(trained[:3]) + (", ..." if len(trained) > 3 else ""))
+        if self.updates or self.stage.role >= Role.UPDATE:
+            raise TrainingLoopError(message)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, UserWarning, stacklevel=2)
 
     def _meet_before_rebuilding(self) -> None:
         """Wait for the other ranks before the forward in which DDP compares its new buckets with theirs, once.
@@ -247,12 +287,11 @@ class Runtime:
         """The hook that DDP calls for each bucket, in order: on autograd's thread, or in a replay on the caller's."""
         graph, index = backward_id(), raw.index()
         is_replay = graph == -1
+        if not is_replay and graph != self._graph:  # Where no forward was seen.
+            self._watch_backward(graph)
         if self._pass is None or index == 0:
             self._pass = self._begin(is_replay=is_replay)
         current, executor = self._pass, self._pass.executor
-        if not is_replay and graph != self._graph:
-            self._graph = graph
-            if_abandoned(partial(self._abandon, current))
         parameters = raw.parameters()
         known = self._known.get(index)
         strides = list(map(stride_of, parameters))
@@ -274,6 +313,10 @@ class Runtime:
         future = executor.new_future()
         if executor.observer is not None:
             executor.observer.arrived(bucket)
+        if bucket.is_last and not self._knows_reduced:
+            self._knows_reduced = True
+            if (model := self._model()) is not None and has_all_buckets(model):
+                self._reduced = {parameter for one in self._known.values() for parameter in one.parameters}
         if bucket.is_last and not is_replay:
             after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
         refusal: Exception | None = None
@@ -399,24 +442,32 @@ class Runtime:
         self._is_unfinished = error is not None and _ABANDONED in str(error)
         return error
 
-    def _abandon(self, abandoned: BackwardPass) -> None:
-        """Called where autograd gives up a pass: the other ranks wait for collectives that this one will not launch."""
-        if self._pass is not abandoned:
-            return
-        error = AbandonedBackwardError(_ABANDONED)
+    def _watch_backward(self, graph: int) -> None:
+        self._graph = graph
+        if_abandoned(partial(self._abandon, self.passes))
+
+    def _abandon(self, passes: int) -> None:
+        """Called where autograd gives up a backward that ``passes`` had preceded: the other ranks wait for collectives
+        that this one will not launch. Where no bucket has arrived yet, the pass begins, in order to fail as any."""
+        if self._pass is None and (self.passes != passes or self._is_unfinished):
+            return  # It is over, or was refused, which leaves no trace.
+        abandoned = self._pass or self._begin(is_replay=False)
+        error, worker = AbandonedBackwardError(_ABANDONED), self.executor.worker
         # The worker may itself wait for another rank, and polls this board meanwhile.
-        if self.executor.worker is not None and (board := self.executor.channels.board) is not None:
+        if worker is not None and (board := self.executor.channels.board) is not None:
             board.report(error)
-        is_over = threading.Event()
-
-        def end() -> None:
-            abandoned.fail(error)
-            is_over.set()
-
-        self.executor.submit(end)
-        is_over.wait()
+        self.executor.submit(partial(abandoned.fail, error))
+        if worker is not None:
+            worker.wait_until_idle()
         self._conclude(abandoned)
         self._note_unfinished()
+
+
+def _on_gradient(alive: weakref.ref[Runtime], gradients: Any) -> None:
+    """Called where a backward reaches an output of the model. The graph must not keep the runtime."""
+    runtime, graph = alive(), backward_id()
+    if runtime is not None and graph != runtime._graph:
+        runtime._watch_backward(graph)
 
 
 def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import threading
 import time
 from typing import Any
 
@@ -16,12 +18,16 @@ from harness import assert_parity, run_ranks, train, wrap
 from harness.models import MLP
 from overlap import (
     AllReduce,
+    ClipGradNorm,
     ConfigurationError,
     OverlappedOptimizer,
     PeerError,
+    Registration,
     RegistrationError,
     Step,
     UnsupportedError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
     allreduce_hook,
     chain,
     register,
@@ -161,3 +167,67 @@ def _in_a_block(rank: int, world_size: int) -> None:
 
 def test_a_block_reports_what_the_loop_raises_and_removes_the_registration() -> None:
     run_ranks(_in_a_block, 2, group_timeout_s=12)
+
+
+class _DetachesLate(AllReduce):
+    """Its first ``detach`` raises."""
+
+    calls = 0
+
+    def detach(self) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("not yet")
+
+
+def _in_a_block_that_cannot_be_left_at_once(rank: int, world_size: int) -> None:
+    threads = threading.active_count()
+    ddp = wrap(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]))
+
+    def run(registration: Registration, error: Exception | None) -> None:
+        with registration:
+            ddp(torch.ones(2, 512)).sum().backward()
+            if error is not None:
+                raise error
+
+    left = r"when the block was left, this was raised, too: ValueError: not yet"
+    cases = ((KeyError("the loop's own"), KeyError, left), (None, ValueError, r"raised by _DetachesLate\(\) when"))
+    for error, raises, note in cases:
+        late, clip = _DetachesLate(), ClipGradNorm(1.0)
+        registration = chain(late, clip).register(ddp)
+        assert threading.active_count() == threads + 1
+        with pytest.raises(raises) as raised:
+            run(registration, error)
+        assert re.match(note, raised.value.__notes__[-1])
+        assert not registration.is_active and clip.context is None and late.calls == 1
+        registration.remove()
+        registration.remove()
+        assert late.calls == 2
+        deadline_s = time.monotonic() + 5
+        while threading.active_count() > threads and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert threading.active_count() == threads
+
+
+def _leaves_after_a_failed_gather(rank: int, world_size: int) -> None:
+    ddp = wrap(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), bucket_cap_mb=1)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+
+    async def fails(shards: Any, group: Any) -> None:
+        raise RuntimeError("injected")
+
+    def run() -> None:
+        with chain(ZeroStep(zero, gather="forward")).register(ddp):
+            zero.exchange.gather = fails  # type: ignore[method-assign]
+            ddp(torch.ones(2, 512)).sum().backward()
+            zero.step()
+            raise KeyError("the loop's own")
+
+    with pytest.raises(KeyError, match="the loop's own") as raised:
+        run()
+    assert "RuntimeError: injected" in raised.value.__notes__[-1]
+
+
+def test_a_block_is_left_whatever_a_stage_raises_then_with_the_error_of_the_loop() -> None:
+    run_ranks(_in_a_block_that_cannot_be_left_at_once, 2)
+    run_ranks(_leaves_after_a_failed_gather, 2)
