@@ -245,7 +245,7 @@ class Form:
     skip: str = "optimizer.skip_update()"
     """How to run a backward without an update."""
     adds_up: bool = True
-    """Whether a second backward before ``step()`` adds up as in plain DDP, since all of ``.grad`` is the mean."""
+    """Whether a second backward before ``step()`` adds up as in plain DDP, where all of ``.grad`` is the mean."""
     is_deferred: bool = False
     is_automatic: bool = False
 
@@ -351,7 +351,7 @@ class UpdateLifecycle(Terms):
             if self.phase is Phase.REDUCED and self.is_replay:
                 self.phase = Phase.IDLE  # The others have discarded that backward.
             self.phase = self.check(Event.REPLAY)
-        elif self.phase is Phase.REDUCED and not self.form.adds_up:
+        elif self.phase is Phase.REDUCED and (self.gradients.has_parts or not self.form.adds_up):
             self._raise(_SECOND_BACKWARD)
         elif self.phase is Phase.REDUCED and self.is_joining():
             self._raise(replace(_CANNOT_DISCARD_UNDER_JOIN, then=Phase.FAILED))

@@ -197,7 +197,6 @@ class ZeroStep(Update[ShardedLayout]):
                 "ZeroStep(zero, deferred=True)",
                 edits="chain(AllReduce(), ZeroStep(zero, deferred=True))",
                 skip="stage.skip_update()" if automatic else "zero.skip_update()",
-                adds_up=False,
                 is_automatic=automatic,
             ),
             deferred=deferred,
