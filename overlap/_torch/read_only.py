@@ -5,7 +5,8 @@
 A gradient that an update has used is handed over as an :class:`AppliedGradient`: operators that read run on the tensor
 inside, and an operator that writes raises, at the line of the training loop that writes. So an edit that would be lost
 is never silent, and nothing has to be compared later. Views of it are read-only, too; results of other operators are
-ordinary tensors. Metadata (shape, dtype, device) are the gradient's own.
+ordinary tensors. Metadata (shape, dtype, device) are the gradient's own. Another optimizer that has the parameter, too,
+would apply the gradient again, so what its ``step`` reads is an error.
 
 Writes are found by the operator's schema, so ``.data``, views, ``foreach`` kernels, autograd's own accumulation and
 collectives are covered alike. Memory is not reachable: ``numpy()`` copies, and ``data_ptr()`` is refused.
@@ -26,9 +27,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from overlap._torch.autograd import in_backward
+from overlap._torch.optimizer import stepping
 from overlap.errors import TrainingLoopError
 
 _ZERO = ("zero_", "_foreach_zero_")
@@ -52,6 +55,9 @@ class Terms:
     def allows_unscaling(self) -> bool:
         """Whether ``GradScaler`` may unscale the tensor inside."""
         return False
+
+    def check_optimizer(self, gradient: AppliedGradient, optimizer: Optimizer) -> None:
+        """``step()`` of ``optimizer``, which has the parameter, uses ``gradient``."""
 
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         """Raise the error for ``attempt`` on ``gradient``."""
@@ -113,6 +119,10 @@ class AppliedGradient(Tensor):
         kwargs = kwargs or {}
         schema = func._schema
         name = schema.name.rpartition("::")[2]
+        given = list(_of_type((*args, *kwargs.values())))
+        parameter = given[0].parameter() if given else None
+        if parameter is not None and (optimizer := stepping(parameter)) is not None:
+            given[0].terms.check_optimizer(given[0], optimizer)
         written = list(_written(schema, args, kwargs)) if schema.is_mutable else []
         if name in _ZERO and written:
             return _zero(args[0])
@@ -122,7 +132,6 @@ class AppliedGradient(Tensor):
             return func(*_unwrapped(args), **_unwrapped(kwargs))
         if written:
             written[0].terms.refuse(written[0], Attempt.ACCUMULATE if in_backward() else Attempt.WRITE)
-        given = list(_of_type((*args, *kwargs.values())))
         if func.namespace == "c10d":
             given[0].terms.refuse(given[0], Attempt.WRITE)
         is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)

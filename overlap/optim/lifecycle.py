@@ -13,7 +13,7 @@ local SGD use it alike. ``docs/guides/loop.md`` shows the table as a picture; ``
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
@@ -21,7 +21,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from overlap._torch.optimizer import is_around
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import TrainingLoopError, hide_internal_frames
 from overlap.hooks.stage import StageContext
@@ -150,6 +152,10 @@ _PART_USED = (
 _RELEASED_USED = (
     "the gradient of {name} was released in backward, so it can neither be read nor changed: use {edits}, which is "
     "exact for any edit, release_gradients=False to read it, or ClipGradNorm(max_norm) in the chain to clip"
+)
+_ANOTHER_STEPS = (
+    "step() of another {other} uses the gradient of {name}, which the {own} of the chain applies, too, so both would "
+    "update it: leave that call out{instead}, or give that optimizer to the chain"
 )
 _ACCUMULATED = (
     "a second backward began before {step}, and adds to the gradient of {name}, which the first one has reduced: call "
@@ -280,7 +286,7 @@ class UpdateLifecycle(Terms):
     Args:
         form: how the update is made.
         clears: whether the gradient of a parameter is this update's to clear.
-        groups: the parameter groups whose hyperparameters an update in backward uses.
+        optimizer: the loop's, whose hyperparameters an update in backward uses.
     """
 
     def __init__(
@@ -288,7 +294,7 @@ class UpdateLifecycle(Terms):
         form: Form,
         *,
         clears: Callable[[Tensor], bool],
-        groups: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
+        optimizer: Any = None,
     ) -> None:
         self.form = form
         self.phase = Phase.IDLE
@@ -303,7 +309,7 @@ class UpdateLifecycle(Terms):
         self.is_replay = False
         """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
         self.gradients = PassGradients(clears, terms=self)
-        self._groups = groups
+        self._optimizer = optimizer
         self._used: UsedValues | None = None
 
     def attach(self, context: StageContext) -> None:
@@ -379,8 +385,8 @@ class UpdateLifecycle(Terms):
             return
         if self.gradients.has_parts or self.phase is not Phase.REDUCED:
             self.gradients.hand_over()
-        if self.phase is Phase.APPLIED and self._groups is not None:
-            self._used = UsedValues(self._groups(), list(self.gradients.applied.values()))
+        if self.phase is Phase.APPLIED and self._optimizer is not None:
+            self._used = UsedValues(self._optimizer.param_groups, list(self.gradients.applied.values()))
 
     def on_step(self, updated: Iterable[Tensor] = ()) -> None:
         """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
@@ -440,9 +446,9 @@ class UpdateLifecycle(Terms):
         self.check(Event.STEP)
         self._refuse_replaced()
         used, self._used = self._used, None  # Report each change only once.
-        if used is None or self._groups is None or self.phase is not Phase.APPLIED:
+        if used is None or self._optimizer is None or self.phase is not Phase.APPLIED:
             return
-        if (changed := used.changed(self._groups(), self.names)) is not None:
+        if (changed := used.changed(self._optimizer.param_groups, self.names)) is not None:
             form = self.form
             raise TrainingLoopError(_CHANGED.format(what=changed, step=form.step, deferred=form.deferred_code))
 
@@ -499,6 +505,15 @@ class UpdateLifecycle(Terms):
     @property
     def allows_unscaling(self) -> bool:
         return self.phase is Phase.REDUCED
+
+    def check_optimizer(self, gradient: AppliedGradient, optimizer: Optimizer) -> None:
+        own = self._optimizer
+        if own is None or is_around(optimizer, own) or optimizer is own.stepped:
+            return
+        parameter, instead = gradient.parameter(), f" and call {self.form.step}" * (not self.form.is_automatic)
+        name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
+        other, mine = type(optimizer).__name__, type(own.stepped).__name__
+        raise TrainingLoopError(_ANOTHER_STEPS.format(other=other, name=name, own=mine, instead=instead))
 
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         raise self._error_for(gradient.parameter(), attempt)

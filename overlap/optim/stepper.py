@@ -43,6 +43,7 @@ from overlap._torch.optimizer import (
     global_step_hooks_suspended,
     has_global_step_hooks,
     hook_attributes,
+    is_around,
     no_step_hooks,
     pre_hooks,
     unhooked_step,
@@ -343,12 +344,8 @@ class StepGuard:
         return False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        through, wrapper = None if self._through is None else self._through(), optimizer
-        while through is not None and wrapper is not None:
-            if wrapper is through:  # This is its step, or that of one around it.
-                return
-            wrapper = getattr(wrapper, "optimizer", None)  # type: ignore[assignment]
-        if not self.is_alive():
+        through = None if self._through is None else self._through()
+        if (through is not None and is_around(optimizer, through)) or not self.is_alive():
             return
         name = type(optimizer).__name__
         if self._through is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import SGD, registered, settle
+from step_loops import ADAMW, SGD, registered, settle
 
 from harness import run_ranks, wrap
 from harness.models import MLP
@@ -125,6 +125,14 @@ def lowers_rate(ddp: Any, optimizer: Any, rank: int) -> None:
         optimizer.step()
 
 
+def another_steps(ddp: Any, optimizer: Any, rank: int) -> None:
+    other = ADAMW(ddp.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        _loss(ddp, rank, step).backward()
+        other.step()
+
+
 @dataclass(frozen=True)
 class Row:
     """In ``form``, ``loop`` is refused with a message in which ``says`` is; ``remedy`` is right in ``with_form``."""
@@ -164,13 +172,36 @@ ROWS = [
     Row("interleaved", steps_twice, "run forward and backward first", remedy=usual),
     Row("interleaved", lowers_rate, "use Step(optimizer, deferred=True)", "deferred"),
     Row("zero", lowers_rate, "use ZeroStep(zero, deferred=True)", "zero deferred"),
+    *[
+        Row(
+            form,
+            another_steps,
+            "AdamW uses the gradient of 0.weight, which the SGD of the chain applies, too, so both "
+            "would update it: leave that call out and call ",
+            remedy=usual,
+        )
+        for form in ("interleaved", "zero", "released")
+    ],
+    *[
+        Row(form, another_steps, "leave that call out, or give", remedy=usual)
+        for form in ("automatic", "zero automatic")
+    ],
 ]
+
+
+class _Stepless:
+    """What a loop holds where backward does everything."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.zero_grad, self.param_groups = optimizer.zero_grad, optimizer.param_groups
+
+    def step(self) -> None: ...
 
 
 def _trained(form: str, loop: Loop, rank: int) -> list[torch.Tensor]:
     ddp = wrap(MLP.model(), **MLP.ddp_options(), gradient_as_bucket_view="released" in form)
     optimizer = SGD(ddp.parameters()) if form == "plain" else registered(form, ddp)
-    loop(ddp, optimizer, rank)
+    loop(ddp, _Stepless(optimizer) if "automatic" in form else optimizer, rank)
     settle(optimizer)
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 

@@ -141,7 +141,7 @@ class Shard:
         return piece.as_strided(self.parameter.size(), self.parameter.stride(), int(piece.storage_offset()))
 
     def gradient(self, *, whole: bool = False) -> Tensor:
-        """This rank's part of ``.grad``, or the ``whole``, flat; a view if its memory is laid out as the parameter's."""
+        """This rank's part of ``.grad``, or the ``whole``, flat; a view where it is laid out as the parameter is."""
         grad = self.parameter.grad
         assert grad is not None, "asked of parameters with a gradient"
         if grad.is_sparse:
