@@ -682,7 +682,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         given = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
         self.prepare_to_load()
-        self.wait()
         state = self.sharded_state()
         state.load_whole(given)
         if not given["state"] and not self.optim.state:
@@ -709,7 +708,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ConfigurationError: nothing is saved there, or it belongs to other parameters.
         """
         self.prepare_to_load()
-        self.wait()
         self.sharded_state().load_checkpoint(checkpoint, key)
 
     def prepare_to_load(self) -> None:
@@ -720,6 +718,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         for stage in self.updates:
             stage.lifecycle.check(Event.LOAD)
+            stage.wait(raises=False)
         self.consolidated.clear()
 
     def sharded_state(self) -> ShardedState:
