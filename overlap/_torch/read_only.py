@@ -6,7 +6,8 @@ A gradient that an update has used is handed over as an :class:`AppliedGradient`
 inside, and an operator that writes raises, at the line of the training loop that writes. So an edit that would be lost
 is never silent, and nothing has to be compared later. Views of it are read-only, too; results of other operators are
 ordinary tensors. Metadata (shape, dtype, device) are the gradient's own. Another optimizer that has the parameter, too,
-would apply the gradient again, so what its ``step`` reads is an error.
+would apply the gradient again, so what its ``step`` reads is an error. ``Module.to`` moves a parameter and then its
+gradient: that follows, for an error there would leave half of a model moved.
 
 Writes are found by the operator's schema, so ``.data``, views, ``foreach`` kernels, autograd's own accumulation and
 collectives are covered alike. Memory is not reachable: ``numpy()`` copies, and ``data_ptr()`` is refused.
@@ -65,6 +66,10 @@ class Terms:
             "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor "
             "can it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
         )
+
+    def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
+        """The parameter has got another dtype, device or memory format, and ``moved`` is ``gradient`` there."""
+        self.refuse(gradient, Attempt.WRITE)
 
     def zero(self, gradient: AppliedGradient) -> None:
         """``zero_()`` was called on ``gradient``, as ``zero_grad(set_to_none=False)`` does."""
@@ -139,6 +144,11 @@ class AppliedGradient(Tensor):
         if hidden is not None:
             if is_view and len(given) == 1 and name in ("detach", "alias", "view_as"):
                 return hidden  # No value is read: requires_grad_() and .data come here.
+            if name == "_to_copy":
+                plain = torch.empty_like(hidden.parameter()) if hidden.plain is None else hidden.plain  # type: ignore[arg-type]
+                moved = func(plain, *args[1:], **kwargs)
+                inner = None if hidden.plain is None else moved
+                return AppliedGradient(inner, moved, hidden.parameter, hidden.terms, is_readable=hidden.is_readable)
             hidden.terms.refuse(hidden, Attempt.READ)
         result = func(*_unwrapped(args), **_unwrapped(kwargs))
         if not is_view:
@@ -173,8 +183,16 @@ class AppliedGradient(Tensor):
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
-    def data(self, _: Any) -> None:
-        self.terms.refuse(self, Attempt.WRITE)
+    def data(self, given: Tensor) -> None:
+        parameter = self.parameter()
+        if parameter is None or parameter.grad is not self:
+            self.terms.refuse(self, Attempt.WRITE)
+        if given is self:
+            return
+        of_self, of_given, now = ((t.dtype, t.device, t.stride()) for t in (self, given, parameter))
+        if of_self == now or of_given != now:
+            self.terms.refuse(self, Attempt.WRITE)
+        self.terms.follow(self, given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary tensor."""

@@ -311,6 +311,8 @@ class UpdateLifecycle(Terms):
         self.gradients = PassGradients(clears, terms=self)
         self._optimizer = optimizer
         self._used: UsedValues | None = None
+        # The move of a parameter since its update, in words.
+        self._moved: str | None = None
 
     def attach(self, context: StageContext) -> None:
         """The update is registered with the model of ``context``."""
@@ -367,7 +369,7 @@ class UpdateLifecycle(Terms):
             self.phase = self.check(Event.BACKWARD)
         self.outcome = outcome or self.form.outcome
         self.is_replay = is_replay
-        self._used = None
+        self._used = self._moved = None
         self.verdict = _NO_VERDICT
         self.gradients.begin_pass()
 
@@ -445,10 +447,10 @@ class UpdateLifecycle(Terms):
         hyperparameter that the update used."""
         self.check(Event.STEP)
         self._refuse_replaced()
-        used, self._used = self._used, None  # Report each change only once.
+        used, self._used, moved, self._moved = self._used, None, self._moved, None  # Report each change only once.
         if used is None or self._optimizer is None or self.phase is not Phase.APPLIED:
             return
-        if (changed := used.changed(self._optimizer.param_groups, self.names)) is not None:
+        if (changed := moved or used.changed(self._optimizer.param_groups, self.names)) is not None:
             form = self.form
             raise TrainingLoopError(_CHANGED.format(what=changed, step=form.step, deferred=form.deferred_code))
 
@@ -514,6 +516,12 @@ class UpdateLifecycle(Terms):
         name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
         other, mine = type(optimizer).__name__, type(own.stepped).__name__
         raise TrainingLoopError(_ANOTHER_STEPS.format(other=other, name=name, own=mine, instead=instead))
+
+    def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
+        self.gradients.follow(gradient, moved)
+        if self.phase is Phase.APPLIED and (parameter := gradient.parameter()) is not None:
+            name = self.names.get(parameter, "a parameter")
+            self._moved = self._moved or f"{name} was moved to another dtype, device or memory format"
 
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         raise self._error_for(gradient.parameter(), attempt)

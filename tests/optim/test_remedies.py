@@ -125,6 +125,24 @@ def lowers_rate(ddp: Any, optimizer: Any, rank: int) -> None:
         optimizer.step()
 
 
+def moves(ddp: Any, optimizer: Any, rank: int, *, steps_first: bool = False) -> None:
+    """The whole model moves, or nothing of it."""
+    usual(ddp, optimizer, rank)
+    optimizer.zero_grad()
+    _loss(ddp, rank, 4).backward()
+    if steps_first:
+        optimizer.step()
+    settle(optimizer)
+    ddp.module.to(torch.bfloat16).to(torch.float64)
+    assert {each.dtype for p in ddp.parameters() for each in (p, p if p.grad is None else p.grad)} == {torch.float64}
+    if not steps_first:
+        optimizer.step()
+
+
+def moves_later(ddp: Any, optimizer: Any, rank: int) -> None:
+    moves(ddp, optimizer, rank, steps_first=True)
+
+
 def another_steps(ddp: Any, optimizer: Any, rank: int) -> None:
     other = ADAMW(ddp.parameters())
     for step in range(4):
@@ -172,6 +190,10 @@ ROWS = [
     Row("interleaved", steps_twice, "run forward and backward first", remedy=usual),
     Row("interleaved", lowers_rate, "use Step(optimizer, deferred=True)", "deferred"),
     Row("zero", lowers_rate, "use ZeroStep(zero, deferred=True)", "zero deferred"),
+    *[
+        Row(form, moves, "0.weight was moved to another dtype, device or memory format", remedy=moves_later)
+        for form in ("interleaved", "released", "zero", "zero in forward")
+    ],
     *[
         Row(
             form,
