@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._torch.autograd import backward_id, before_accumulation, is_inside_of_another
 from overlap._torch.optimizer import is_around
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import TrainingLoopError, hide_internal_frames
@@ -161,6 +162,11 @@ _ACCUMULATED = (
     "a second backward began before {step}, and adds to the gradient of {name}, which the first one has reduced: call "
     "backward once, on the sum of the losses, run all but the last forward and backward of a step under "
     "ddp.no_sync(), or use {edits}"
+)
+_REENTRANT = (
+    "{name} gets another gradient after the one that was reduced: a checkpoint with use_reentrant=True runs a backward "
+    "inside of the model's, at whose end all buckets were there already. Use checkpoint(..., use_reentrant=False), or "
+    "DistributedDataParallel(..., static_graph=True)"
 )
 _UNREDUCED = (
     "{step} cannot apply gradients that were not reduced over ranks ({names}): for the last forward and backward of a "
@@ -311,6 +317,10 @@ class UpdateLifecycle(Terms):
         self.gradients = PassGradients(clears, terms=self)
         self._optimizer = optimizer
         self._used: UsedValues | None = None
+        # The autograd pass at whose end all buckets were through; and where another one goes on then, what undoes that
+        # this is watched.
+        self._ended = -1
+        self._watched: list[Callable[[], None]] = []
         # The move of a parameter since its update, in words.
         self._moved: str | None = None
 
@@ -335,6 +345,7 @@ class UpdateLifecycle(Terms):
         Raises:
             TrainingLoopError: ``step()`` is due, and the loop has put something else into ``.grad``.
         """
+        self._unwatch()
         self._clear_before_pass()
         if self.phase is Phase.REDUCED and all(p.grad is None for p in self.gradients.reduced.values()):
             self.on_zero_grad()  # The loop has cleared them by itself.
@@ -383,12 +394,32 @@ class UpdateLifecycle(Terms):
     def on_reduced(self, outcome: Phase | None = None) -> None:
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
+        self._ended = backward_id()
         if self.is_replay:
             return
+        if self.phase is Phase.REDUCED and not self.gradients.has_parts and is_inside_of_another():
+            self._watched = [
+                before_accumulation(p, partial(self._refuse_trailing, p)) for p in self.gradients.reduced.values()
+            ]
         if self.gradients.has_parts or self.phase is not Phase.REDUCED:
             self.gradients.hand_over()
         if self.phase is Phase.APPLIED and self._optimizer is not None:
             self._used = UsedValues(self._optimizer.param_groups, list(self.gradients.applied.values()))
+
+    def _refuse_trailing(self, parameter: Tensor, gradients: Any) -> None:
+        if self._is_trailing:
+            self.phase = Phase.FAILED
+            raise self._error_for(parameter, Attempt.ACCUMULATE)
+
+    @property
+    def _is_trailing(self) -> bool:
+        """Whether the backward that runs is the one inside of which the last pass has ended."""
+        return -1 < backward_id() < self._ended
+
+    def _unwatch(self) -> None:
+        for undo in self._watched:
+            undo()
+        self._watched = []
 
     def on_step(self, updated: Iterable[Tensor] = ()) -> None:
         """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
@@ -427,6 +458,7 @@ class UpdateLifecycle(Terms):
         """The registration is removed: an optimizer that is left alone must not apply gradients again."""
         if self.phase is Phase.FAILED:
             self.gradients.clear_all(self.names)
+        self._unwatch()
         self.gradients.clear_for_good()
         self._used = self.context = None
         self.phase = self.check(Event.REMOVE)
@@ -487,6 +519,8 @@ class UpdateLifecycle(Terms):
         form, gradients, has_step = self.form, self.gradients, self.form.outcome is not Phase.STEPPED
         if attempt is Attempt.UNSCALE:
             message = SCALED_IN_BACKWARD
+        elif attempt is Attempt.ACCUMULATE and self._is_trailing:
+            message = _REENTRANT
         elif attempt is Attempt.ACCUMULATE:
             message = _ADDED_TO_APPLIED.message if self.phase is Phase.STEPPED and has_step else _ACCUMULATED
             if gradients.has_parts and self.phase in (Phase.REDUCED, Phase.FAILED) and self.context is not None:

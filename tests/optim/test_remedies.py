@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from step_loops import ADAMW, SGD, registered, settle
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from harness import run_ranks, wrap
 from harness.models import MLP
-from overlap import OverlapError
+from overlap import OverlapError, TrainingLoopError
 
 Loop = Callable[[Any, Any, int], None]
 
@@ -245,3 +247,54 @@ def _rows(rank: int, world_size: int) -> list[str]:
 def test_what_a_message_names_is_exact_in_its_place() -> None:
     told = run_ranks(_rows, 2)[0]
     assert len(told) == len(ROWS)
+
+
+class _Checkpointed(nn.Module):
+    """Checkpoints its layers; the output layer may be tied to the embedding."""
+
+    def __init__(self, *, tied: bool, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.middle = nn.Embedding(20, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.use_reentrant = use_reentrant
+        if tied:
+            self.head.weight = self.embedding.weight
+        else:
+            self.embedding.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        hidden = hidden if hidden.requires_grad else hidden.requires_grad_()
+        for layer in (self.middle, self.head):
+            hidden = checkpoint(layer, hidden, use_reentrant=self.use_reentrant)
+        return hidden
+
+
+def _checkpointed(form: str, rank: int, *, tied: bool = True, use_reentrant: bool = True, **options: Any) -> Any:
+    ddp = wrap(_Checkpointed(tied=tied, use_reentrant=use_reentrant), **options)
+    optimizer = SGD(ddp.parameters()) if form == "plain" else registered(form, ddp)
+    for step in range(4):
+        tokens = torch.randint(0, 20, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+        ddp.zero_grad()
+        nn.functional.cross_entropy(ddp(tokens).flatten(0, 1), tokens.flatten()).backward()
+        if "automatic" not in form:
+            optimizer.step()
+    settle(optimizer)
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+def _reentrant(rank: int, world_size: int) -> None:
+    remedies: list[dict[str, Any]] = [{"use_reentrant": False}, {"static_graph": True}, {"tied": False}]
+    for form in ("interleaved", "automatic", "deferred", "zero", "zero deferred", ZERO_WHOLE):
+        with pytest.raises(
+            TrainingLoopError, match=r"embedding.weight gets another .*use_reentrant=False.*static_graph"
+        ):
+            _checkpointed(form, rank)
+        for remedy in remedies:
+            expected, got = _checkpointed("plain", rank, **remedy), _checkpointed(form, rank, **remedy)
+            assert all(map(torch.equal, expected, got)), (form, remedy)
+
+
+def test_a_gradient_that_comes_after_a_reentrant_checkpoint_is_refused_and_both_remedies_are_exact() -> None:
+    run_ranks(_reentrant, 2)
