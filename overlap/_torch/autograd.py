@@ -84,6 +84,18 @@ def in_end_of_backward() -> bool:
     return in_backward() and torch._C._current_autograd_node() is None
 
 
+def is_inside_of_another() -> bool:
+    """At the end of a backward pass: whether a node of another one has started it, which then goes on; reentrant
+    checkpoints do."""
+    return torch._C._current_autograd_node() is not None
+
+
+def before_accumulation(parameter: torch.Tensor, hook: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``hook`` before a backward pass adds to ``parameter.grad``; returns a function that undoes this."""
+    handle = torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(hook)
+    return handle.remove
+
+
 # The end of backward.
 
 

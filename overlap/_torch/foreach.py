@@ -53,6 +53,16 @@ def all_finite(tensor: Tensor) -> Tensor:
     return (smallest > -math.inf) & (largest < math.inf)  # False for NaN, too.
 
 
+def sum_of_bits(flat: Tensor) -> Tensor:
+    """A 0-dimensional number of 63 bits that tensors with the same bits have in common, and others hardly ever."""
+    words = max(1, 8 // flat.element_size())
+    if int(flat.storage_offset()) % words:
+        flat = flat.clone()
+    end = flat.numel() // words * words
+    rest = flat[end:].view(torch.uint8).sum()
+    return (flat[:end].view(torch.int64).sum() + rest) >> 1
+
+
 class LargestElements:
     """The largest element of each gradient of a pass, taken as they come: not finite where the gradient is not."""
 

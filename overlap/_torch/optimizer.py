@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,25 @@ def all_of(optimizer: Optimizer) -> list[Optimizer]:
     wrapped = getattr(optimizer, "optimizer", None)
     several = [optimizer, *([wrapped] if isinstance(wrapped, Optimizer) else [])]
     return [*several, *getattr(wrapped, "optimizers", ())]
+
+
+def is_around(wrapper: Any, optimizer: object) -> bool:
+    """Whether ``wrapper`` is ``optimizer``, or wraps it, perhaps several times."""
+    while wrapper is not None and wrapper is not optimizer:
+        wrapper = getattr(wrapper, "optimizer", None)
+    return wrapper is not None
+
+
+def stepping(parameter: object) -> Optimizer | None:
+    """The optimizer in whose ``step`` the calling thread is, if that has ``parameter``."""
+    frame = sys._getframe(1)
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code.co_name == "step" and frame.f_code.co_argcount:
+            optimizer = frame.f_locals.get(frame.f_code.co_varnames[0])
+            groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else ()
+            if any(one is parameter for group in groups for one in group["params"]):
+                return optimizer
+    return None
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:

@@ -5,7 +5,9 @@
 A gradient that an update has used is handed over as an :class:`AppliedGradient`: operators that read run on the tensor
 inside, and an operator that writes raises, at the line of the training loop that writes. So an edit that would be lost
 is never silent, and nothing has to be compared later. Views of it are read-only, too; results of other operators are
-ordinary tensors. Metadata (shape, dtype, device) are the gradient's own.
+ordinary tensors. Metadata (shape, dtype, device) are the gradient's own. Another optimizer that has the parameter, too,
+would apply the gradient again, so what its ``step`` reads is an error. ``Module.to`` moves a parameter and then its
+gradient: that follows, for an error there would leave half of a model moved.
 
 Writes are found by the operator's schema, so ``.data``, views, ``foreach`` kernels, autograd's own accumulation and
 collectives are covered alike. Memory is not reachable: ``numpy()`` copies, and ``data_ptr()`` is refused.
@@ -26,9 +28,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from overlap._torch.autograd import in_backward
+from overlap._torch.optimizer import stepping
 from overlap.errors import TrainingLoopError
 
 _ZERO = ("zero_", "_foreach_zero_")
@@ -53,12 +57,19 @@ class Terms:
         """Whether ``GradScaler`` may unscale the tensor inside."""
         return False
 
+    def check_optimizer(self, gradient: AppliedGradient, optimizer: Optimizer) -> None:
+        """``step()`` of ``optimizer``, which has the parameter, uses ``gradient``."""
+
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         """Raise the error for ``attempt`` on ``gradient``."""
         raise TrainingLoopError(
             "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor "
             "can it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
         )
+
+    def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
+        """The parameter has got another dtype, device or memory format, and ``moved`` is ``gradient`` there."""
+        self.refuse(gradient, Attempt.WRITE)
 
     def zero(self, gradient: AppliedGradient) -> None:
         """``zero_()`` was called on ``gradient``, as ``zero_grad(set_to_none=False)`` does."""
@@ -113,6 +124,10 @@ class AppliedGradient(Tensor):
         kwargs = kwargs or {}
         schema = func._schema
         name = schema.name.rpartition("::")[2]
+        given = list(_of_type((*args, *kwargs.values())))
+        parameter = given[0].parameter() if given else None
+        if parameter is not None and (optimizer := stepping(parameter)) is not None:
+            given[0].terms.check_optimizer(given[0], optimizer)
         written = list(_written(schema, args, kwargs)) if schema.is_mutable else []
         if name in _ZERO and written:
             return _zero(args[0])
@@ -122,7 +137,6 @@ class AppliedGradient(Tensor):
             return func(*_unwrapped(args), **_unwrapped(kwargs))
         if written:
             written[0].terms.refuse(written[0], Attempt.ACCUMULATE if in_backward() else Attempt.WRITE)
-        given = list(_of_type((*args, *kwargs.values())))
         if func.namespace == "c10d":
             given[0].terms.refuse(given[0], Attempt.WRITE)
         is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
@@ -130,6 +144,11 @@ class AppliedGradient(Tensor):
         if hidden is not None:
             if is_view and len(given) == 1 and name in ("detach", "alias", "view_as"):
                 return hidden  # No value is read: requires_grad_() and .data come here.
+            if name == "_to_copy":
+                plain = torch.empty_like(hidden.parameter()) if hidden.plain is None else hidden.plain  # type: ignore[arg-type]
+                moved = func(plain, *args[1:], **kwargs)
+                inner = None if hidden.plain is None else moved
+                return AppliedGradient(inner, moved, hidden.parameter, hidden.terms, is_readable=hidden.is_readable)
             hidden.terms.refuse(hidden, Attempt.READ)
         result = func(*_unwrapped(args), **_unwrapped(kwargs))
         if not is_view:
@@ -164,8 +183,16 @@ class AppliedGradient(Tensor):
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
-    def data(self, _: Any) -> None:
-        self.terms.refuse(self, Attempt.WRITE)
+    def data(self, given: Tensor) -> None:
+        parameter = self.parameter()
+        if parameter is None or parameter.grad is not self:
+            self.terms.refuse(self, Attempt.WRITE)
+        if given is self:
+            return
+        of_self, of_given, now = ((t.dtype, t.device, t.stride()) for t in (self, given, parameter))
+        if of_self == now or of_given != now:
+            self.terms.refuse(self, Attempt.WRITE)
+        self.terms.follow(self, given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary tensor."""

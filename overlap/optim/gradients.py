@@ -148,6 +148,17 @@ class PassGradients:
             self._left += [(p, weakref.ref(p.grad), p.grad._version, None) for p in replaced if p.grad is not None]
         return replaced
 
+    def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
+        """The parameter of ``gradient`` was moved, and ``moved`` takes the gradient's place."""
+        parameter = gradient.parameter()
+        assert parameter is not None, "it has this gradient"
+        made: Any = moved
+        if not isinstance(moved, AppliedGradient):
+            made = AppliedGradient(moved, moved, gradient.parameter, self._terms, is_readable=gradient.is_readable)
+        parameter.grad, place = made, weakref.ref(made)
+        self._handed = [(p, place if p is parameter else wrapper) for p, wrapper in self._handed]
+        self._spare = {}
+
     # From step() to the next forward.
 
     def take_back(self) -> None:

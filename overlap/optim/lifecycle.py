@@ -13,15 +13,18 @@ local SGD use it alike. ``docs/guides/loop.md`` shows the table as a picture; ``
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from overlap._torch.autograd import backward_id, before_accumulation, is_inside_of_another
+from overlap._torch.optimizer import is_around
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import TrainingLoopError, hide_internal_frames
 from overlap.hooks.stage import StageContext
@@ -151,10 +154,19 @@ _RELEASED_USED = (
     "the gradient of {name} was released in backward, so it can neither be read nor changed: use {edits}, which is "
     "exact for any edit, release_gradients=False to read it, or ClipGradNorm(max_norm) in the chain to clip"
 )
+_ANOTHER_STEPS = (
+    "step() of another {other} uses the gradient of {name}, which the {own} of the chain applies, too, so both would "
+    "update it: leave that call out{instead}, or give that optimizer to the chain"
+)
 _ACCUMULATED = (
     "a second backward began before {step}, and adds to the gradient of {name}, which the first one has reduced: call "
     "backward once, on the sum of the losses, run all but the last forward and backward of a step under "
     "ddp.no_sync(), or use {edits}"
+)
+_REENTRANT = (
+    "{name} gets another gradient after the one that was reduced: a checkpoint with use_reentrant=True runs a backward "
+    "inside of the model's, at whose end all buckets were there already. Use checkpoint(..., use_reentrant=False), or "
+    "DistributedDataParallel(..., static_graph=True)"
 )
 _UNREDUCED = (
     "{step} cannot apply gradients that were not reduced over ranks ({names}): for the last forward and backward of a "
@@ -245,7 +257,7 @@ class Form:
     skip: str = "optimizer.skip_update()"
     """How to run a backward without an update."""
     adds_up: bool = True
-    """Whether a second backward before ``step()`` adds up as in plain DDP, since all of ``.grad`` is the mean."""
+    """Whether a second backward before ``step()`` adds up as in plain DDP, where all of ``.grad`` is the mean."""
     is_deferred: bool = False
     is_automatic: bool = False
 
@@ -280,7 +292,7 @@ class UpdateLifecycle(Terms):
     Args:
         form: how the update is made.
         clears: whether the gradient of a parameter is this update's to clear.
-        groups: the parameter groups whose hyperparameters an update in backward uses.
+        optimizer: the loop's, whose hyperparameters an update in backward uses.
     """
 
     def __init__(
@@ -288,7 +300,7 @@ class UpdateLifecycle(Terms):
         form: Form,
         *,
         clears: Callable[[Tensor], bool],
-        groups: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
+        optimizer: Any = None,
     ) -> None:
         self.form = form
         self.phase = Phase.IDLE
@@ -305,8 +317,14 @@ class UpdateLifecycle(Terms):
         self.gradients = PassGradients(clears, terms=self)
         self.others: Sequence[UpdateLifecycle] = ()
         """Of the other updates of the chain."""
-        self._groups = groups
+        self._optimizer = optimizer
         self._used: UsedValues | None = None
+        # The autograd pass at whose end all buckets were through; and where another one goes on then, what undoes that
+        # this is watched.
+        self._ended = -1
+        self._watched: list[Callable[[], None]] = []
+        # The move of a parameter since its update, in words.
+        self._moved: str | None = None
 
     def attach(self, context: StageContext) -> None:
         """The update is registered with the model of ``context``."""
@@ -329,6 +347,7 @@ class UpdateLifecycle(Terms):
         Raises:
             TrainingLoopError: ``step()`` is due, and the loop has put something else into ``.grad``.
         """
+        self._unwatch()
         self._clear_before_pass()
         if self.phase is Phase.REDUCED and all(p.grad is None for p in self.gradients.reduced.values()):
             self.on_zero_grad()  # The loop has cleared them by itself.
@@ -354,7 +373,7 @@ class UpdateLifecycle(Terms):
                 self._settle(is_made=False)
                 self.phase = Phase.IDLE  # The others have discarded that backward.
             self.phase = self.check(Event.REPLAY)
-        elif self.phase is Phase.REDUCED and not self.form.adds_up:
+        elif self.phase is Phase.REDUCED and (self.gradients.has_parts or not self.form.adds_up):
             self._raise(_SECOND_BACKWARD)
         elif self.phase is Phase.REDUCED and self.is_joining():
             self._raise(replace(_CANNOT_DISCARD_UNDER_JOIN, then=Phase.FAILED))
@@ -364,7 +383,7 @@ class UpdateLifecycle(Terms):
             self.phase = self.check(Event.BACKWARD)
         self.outcome = outcome or self.form.outcome
         self.is_replay = is_replay
-        self._used = None
+        self._used = self._moved = None
         self.verdict = _NO_VERDICT
         self.gradients.begin_pass()
 
@@ -380,12 +399,32 @@ class UpdateLifecycle(Terms):
         self.phase = outcome or self.outcome
         if self.phase is not Phase.REDUCED:
             self._settle(is_made=True, found_inf=self.verdict.found_inf)
+        self._ended = backward_id()
         if self.is_replay:
             return
+        if self.phase is Phase.REDUCED and not self.gradients.has_parts and is_inside_of_another():
+            self._watched = [
+                before_accumulation(p, partial(self._refuse_trailing, p)) for p in self.gradients.reduced.values()
+            ]
         if self.gradients.has_parts or self.phase is not Phase.REDUCED:
             self.gradients.hand_over()
-        if self.phase is Phase.APPLIED and self._groups is not None:
-            self._used = UsedValues(self._groups(), list(self.gradients.applied.values()))
+        if self.phase is Phase.APPLIED and self._optimizer is not None:
+            self._used = UsedValues(self._optimizer.param_groups, list(self.gradients.applied.values()))
+
+    def _refuse_trailing(self, parameter: Tensor, gradients: Any) -> None:
+        if self._is_trailing:
+            self.phase = Phase.FAILED
+            raise self._error_for(parameter, Attempt.ACCUMULATE)
+
+    @property
+    def _is_trailing(self) -> bool:
+        """Whether the backward that runs is the one inside of which the last pass has ended."""
+        return -1 < backward_id() < self._ended
+
+    def _unwatch(self) -> None:
+        for undo in self._watched:
+            undo()
+        self._watched = []
 
     def on_step(self, updated: Iterable[Tensor] = (), *, verdict: Verdict = _NO_VERDICT) -> None:
         """``step()`` has made its update, of ``updated`` among others, unless by ``verdict``; :meth:`check_step` came
@@ -431,6 +470,7 @@ class UpdateLifecycle(Terms):
         """The registration is removed: an optimizer that is left alone must not apply gradients again."""
         if self.phase is Phase.FAILED:
             self.gradients.clear_all(self.names)
+        self._unwatch()
         self.gradients.clear_for_good()
         self._used = self.context = None
         self.phase = self.check(Event.REMOVE)
@@ -461,10 +501,10 @@ class UpdateLifecycle(Terms):
         hyperparameter that the update used."""
         self.check(Event.STEP)
         self._refuse_replaced()
-        used, self._used = self._used, None  # Report each change only once.
-        if used is None or self._groups is None or self.phase is not Phase.APPLIED:
+        used, self._used, moved, self._moved = self._used, None, self._moved, None  # Report each change only once.
+        if used is None or self._optimizer is None or self.phase is not Phase.APPLIED:
             return
-        if (changed := used.changed(self._groups(), self.names)) is not None:
+        if (changed := moved or used.changed(self._optimizer.param_groups, self.names)) is not None:
             form = self.form
             raise TrainingLoopError(_CHANGED.format(what=changed, step=form.step, deferred=form.deferred_code))
 
@@ -501,6 +541,8 @@ class UpdateLifecycle(Terms):
         form, gradients, has_step = self.form, self.gradients, self.form.outcome is not Phase.STEPPED
         if attempt is Attempt.UNSCALE:
             message = SCALED_IN_BACKWARD
+        elif attempt is Attempt.ACCUMULATE and self._is_trailing:
+            message = _REENTRANT
         elif attempt is Attempt.ACCUMULATE:
             message = _ADDED_TO_APPLIED.message if self.phase is Phase.STEPPED and has_step else _ACCUMULATED
             if gradients.has_parts and self.phase in (Phase.REDUCED, Phase.FAILED) and self.context is not None:
@@ -521,6 +563,21 @@ class UpdateLifecycle(Terms):
     @property
     def allows_unscaling(self) -> bool:
         return self.phase is Phase.REDUCED
+
+    def check_optimizer(self, gradient: AppliedGradient, optimizer: Optimizer) -> None:
+        own = self._optimizer
+        if own is None or is_around(optimizer, own) or optimizer is own.stepped:
+            return
+        parameter, instead = gradient.parameter(), f" and call {self.form.step}" * (not self.form.is_automatic)
+        name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
+        other, mine = type(optimizer).__name__, type(own.stepped).__name__
+        raise TrainingLoopError(_ANOTHER_STEPS.format(other=other, name=name, own=mine, instead=instead))
+
+    def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
+        self.gradients.follow(gradient, moved)
+        if self.phase is Phase.APPLIED and (parameter := gradient.parameter()) is not None:
+            name = self.names.get(parameter, "a parameter")
+            self._moved = self._moved or f"{name} was moved to another dtype, device or memory format"
 
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         raise self._error_for(gradient.parameter(), attempt)

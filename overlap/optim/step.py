@@ -257,9 +257,9 @@ def _check_one_model(optimizer: Optimizer, context: StageContext) -> None:
     names = context.names or {}
     for guard in [hook for hook in pre_hooks(optimizer).values() if isinstance(hook, StepGuard)]:
         other = guard.stage
-        if other is None or other.context is None or other.context.ddp is context.ddp:
+        if other is None or other.lifecycle.context.ddp is context.ddp:
             continue
-        shared = [parameter for parameter in other.context.names or {} if parameter in names]
+        shared = [parameter for parameter in other.lifecycle.names if parameter in names]
         if shared and guard.is_alive():
             raise RegistrationError(
                 f"{names[shared[0]]}{and_others(shared, 'other parameter')} is updated by {other!r} already, of "

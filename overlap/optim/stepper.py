@@ -43,6 +43,7 @@ from overlap._torch.optimizer import (
     global_step_hooks_suspended,
     has_global_step_hooks,
     hook_attributes,
+    is_around,
     no_step_hooks,
     pre_hooks,
     unhooked_step,
@@ -316,21 +317,21 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 class StepGuard:
     """A pre-hook of an optimizer that raises if anyone but the library steps it, for as long as the model lives.
 
-    ``through`` is the wrapper by whose ``step`` it may be stepped all the same, which shares the hook; ``None`` where
-    all is done in backward.
+    ``through`` is the wrapper by whose ``step`` it may be stepped all the same, which shares the hook or, of several
+    optimizers, says when it steps them; ``None`` where all is done in backward.
     """
 
-    def __init__(self, stage: Any, *, through: Optimizer | None) -> None:
+    def __init__(self, stage: Any, *, through: Any = None, instead: str = "apply the gradients again") -> None:
         self._stage = weakref.ref(stage)
         self._through = None if through is None else weakref.ref(through)
+        self._name, self._instead = type(through).__name__, instead
 
     @property
     def stage(self) -> Any:
         """The stage, if it and its model are alive; ``None`` else."""
         stage = self._stage()
-        if stage is None or stage.context is None or (stage.context.ddp is not None and stage.context.ddp() is None):
-            return None
-        return stage
+        context = None if stage is None else stage.lifecycle.context
+        return None if context is None or (context.ddp is not None and context.ddp() is None) else stage
 
     def is_alive(self) -> bool:
         """Whether the stage still updates a model; lets go of the optimizer if not."""
@@ -338,23 +339,20 @@ class StepGuard:
             gc.collect()  # A model that was dropped is often part of a cycle.
         if self.stage is not None:
             return True
-        if (stage := self._stage()) is not None and stage.context is not None:
+        if (stage := self._stage()) is not None and stage.lifecycle.context is not None:
             stage.detach()
         return False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        through, wrapper = None if self._through is None else self._through(), optimizer
-        while through is not None and wrapper is not None:
-            if wrapper is through:  # This is its step, or that of one around it.
-                return
-            wrapper = getattr(wrapper, "optimizer", None)  # type: ignore[assignment]
-        if not self.is_alive():
+        through = None if self._through is None else self._through()
+        is_own = through is not None and (is_around(optimizer, through) or getattr(through, "is_stepping", False))
+        if is_own or not self.is_alive():
             return
         name = type(optimizer).__name__
         if self._through is not None:
             raise TrainingLoopError(
-                f"this {name} is stepped by the OverlappedOptimizer that wraps it, and its own step() would apply the "
-                "gradients again: call step() of the OverlappedOptimizer"
+                f"this {name} is stepped by the {self._name} that wraps it, and its own step() would {self._instead}: "
+                f"call step() of the {self._name}"
             )
         raise TrainingLoopError(
             f"this {name} is stepped inside backward, and step() would apply the gradients again: leave the call out, "

@@ -110,9 +110,7 @@ class Update(UpdateStage, Generic[L]):
         self.before: Sequence[Stage] = ()
         """The stages before it in its chain."""
         self._transform_after: Stage | None = None
-        self.lifecycle = UpdateLifecycle(
-            self.form, clears=self.owns_gradient_of, groups=lambda: self.optimizer.param_groups
-        )
+        self.lifecycle = UpdateLifecycle(self.form, clears=self.owns_gradient_of, optimizer=optimizer)
         # By the bucket's index, while the optimizer has this version.
         self._layouts: dict[int, L] = {}
         self._version: object = None

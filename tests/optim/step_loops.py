@@ -43,13 +43,15 @@ def registered(form: str, ddp: Any, make: Any = SGD, *, parameters: Any = None, 
     """Registers the stage of ``form`` with ``options`` and returns the optimizer for the loop.
 
     Examples of ``form``: ``zero deferred``, ``automatic``, ``released``, ``zero in forward``, ``zero by parameter``,
-    ``zero behind a reducer``.
+    ``zero behind a reducer``, ``zero alone``.
     """
     parameters = parameters or ddp.parameters()
     options = {"deferred": "deferred" in form, "release_gradients": "released" in form, **options}
     if form.startswith("zero"):
         partition = "parameter" if "by parameter" in form else None
         zero = ZeroRedundancyOptimizer(parameters, make.func, partition=partition, **make.keywords)
+        if "alone" in form:
+            return zero
         before = [AllReduce()] if "behind a reducer" in form else []
         gather = "forward" if "in forward" in form else "backward"
         chain(*before, ZeroStep(zero, gather=gather, automatic="automatic" in form, **options)).register(ddp)

@@ -80,6 +80,9 @@ class SeveralOptimizers(Optimizer):
 class AveragingOptimizer(OptimizerProxy):
     """A proxy whose ``step`` steps an optimizer, and then averages parameters if it is time."""
 
+    is_stepping = False
+    """Whether it steps what it wraps, whose ``step`` nobody else may call where that is guarded."""
+
     def __init__(self, optim: Optimizer | Sequence[Optimizer]) -> None:
         if isinstance(optim, (list, tuple)):
             super().__init__(SeveralOptimizers([self._checked(one) for one in optim]))
@@ -136,7 +139,11 @@ class AveragingOptimizer(OptimizerProxy):
 
     def _step(self) -> None:
         # The step hooks of the wrapped optimizer are this one's, and run around the whole.
-        step_without_hooks(self.optimizer)
+        self.is_stepping = True
+        try:
+            step_without_hooks(self.optimizer)
+        finally:
+            self.is_stepping = False
         mark_stepped(self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecy
 from overlap.optim.local_sgd.averager import Averager, MakeOptimizer
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.optimizer import OverlappedOptimizer
-from overlap.optim.stepper import Verdict
+from overlap.optim.stepper import StepGuard, Verdict
 from overlap.optim.update import without_adding_up
 
 __all__ = ["LocalSGD"]
@@ -299,6 +299,7 @@ class _LocalSGDStage(Stage):
         """Whether the mean of the pass under way is to be kept in ``held``: DDP sets no ``.grad`` in a replay."""
         self.held: dict[Tensor, Tensor] = {}
         self._is_off = False
+        self._guards: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
     def context(self) -> StageContext:
@@ -323,9 +324,14 @@ class _LocalSGDStage(Stage):
         if (wire := self._local.averager.wire) is not None:
             wire.memory.attach(context)
         self.lifecycle.attach(replace(context, is_joining=lambda: False))  # This rank averages what others send.
+        guard, optim = StepGuard(self, through=self._local, instead="never average"), self._local.optim
+        several = optim.optimizers if isinstance(optim, SeveralOptimizers) else [optim]
+        self._guards = [one.register_step_pre_hook(guard) for one in several]
 
     def detach(self) -> None:
         local = self._local
+        for guard in self._guards:
+            guard.remove()
         self.lifecycle.on_remove()
         with contextlib.suppress(OverlapError):  # Where the average failed, its error was raised.
             local.averager.apply_pending()

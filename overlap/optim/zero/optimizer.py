@@ -21,7 +21,7 @@ from overlap._checks import check_flag, check_group, described, is_one_of, told
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.device import has_streams
-from overlap._torch.foreach import copy_all
+from overlap._torch.foreach import copy_all, sum_of_bits
 from overlap._torch.optimizer import (
     has_post_hooks,
     hook_attributes,
@@ -45,6 +45,7 @@ from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join import Joinable
 from overlap.join.context import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
+from overlap.optim.gradients import and_others
 from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
@@ -460,11 +461,16 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
         stage = self._stage
-        if (stage is not None and stage.lifecycle.phase is not Phase.REDUCED) or scaler.skips(self.optim):
+        if stage is not None and stage.lifecycle.phase is not Phase.REDUCED:
+            return
+        is_lent = stage is None and self.is_joining and active_join(self.process_group) is None
+        if not is_lent and (stage is None or stage.has_whole_mean):
+            self._check_alike([] if stage is not None and stage.lifecycle.is_replay else pending)
+        if scaler.skips(self.optim):
             return
         with nullcontext() if stage is None else stage.lifecycle.gradients.opened():
             self.begin()  # Parameters may have been moved since backward.
-            if stage is None and self.is_joining and active_join(self.process_group) is None:
+            if is_lent:
                 pending, gradients = _lent_gradients(self)
             elif stage is not None and stage.lifecycle.is_replay:
                 held, stage.held = stage.held, {}  # DDP sets no .grad on a rank that replays.
@@ -483,6 +489,35 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         # See [Note: versions of sharded parameters].
         torch.autograd.graph.increment_version(list(stage.lifecycle.gradients.reduced.values()))
         stage.gather()
+
+    @torch.no_grad()
+    def _check_alike(self, parameters: Sequence[Tensor]) -> None:
+        """Before an update with all of ``.grad``; a rank without inputs has no ``parameters`` to compare.
+
+        Communication: one all-reduce of 16 bytes a parameter, which the host waits for.
+
+        Raises:
+            TrainingLoopError: a gradient differs between ranks, and each rank would update its part with its own.
+        """
+        least = torch.iinfo(torch.int64).min
+        unknown = torch.full((), least, device=self.join_device)
+        given = set(map(id, parameters))
+        shards = list(self.shards.values())
+        sums = [sum_of_bits(shard.gradient(whole=True)) if id(shard.parameter) in given else None for shard in shards]
+        both = [unknown if one is None else sign * one for sign in (1, -1) for one in sums]
+        largest = torch.stack(both)
+        group_all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
+        highest, lowest = largest.view(2, -1).tolist()
+        names = {} if self._stage is None else self._stage.lifecycle.names
+        each = zip(shards, highest, lowest, strict=True)
+        differ = [names.get(s.parameter, s.name) for s, high, low in each if least < high != -low]
+        if differ:
+            raise TrainingLoopError(
+                f"the gradient of {differ[0]}{and_others(differ)} differs between ranks, so it is not their mean, and "
+                "each rank would update its part with its own: run the last forward and backward of a step outside of "
+                "ddp.no_sync(), and by ddp(x), not model(x); what the loop adds to gradients by itself must be the "
+                "same on every rank. zero_grad() discards these gradients"
+            )
 
     def _gather(self, parameters: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version([shard.parameter for shard in self.shards.values()])
@@ -648,7 +683,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         given = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
         self.prepare_to_load()
-        self.wait()
         state = self.sharded_state()
         state.load_whole(given)
         if not given["state"] and not self.optim.state:
@@ -675,7 +709,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ConfigurationError: nothing is saved there, or it belongs to other parameters.
         """
         self.prepare_to_load()
-        self.wait()
         self.sharded_state().load_checkpoint(checkpoint, key)
 
     def prepare_to_load(self) -> None:
@@ -686,6 +719,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         for stage in self.updates:
             stage.lifecycle.check(Event.LOAD)
+            stage.wait(raises=False)
         self.consolidated.clear()
 
     def sharded_state(self) -> ShardedState:

@@ -11,8 +11,8 @@ for its own parameters, and a scripted one, whose parts are called where Python 
 
 Nothing else waits, such as a list of parameters that was made before: call ``zero.wait()``.
 
-Where a gather has failed, each of them raises its error, until the parameters are loaded: ``load_state_dict()`` only
-waits for what it overwrites.
+Where a gather has failed, each of them raises its error, until the parameters are loaded: the model's
+``load_state_dict()`` only waits for what it overwrites, and the optimizer's raises nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ from overlap.optim.zero.exchange import Exchange, Gather
 
 __all__ = ["ParameterPrefetch"]
 
+_NOT_GATHERED = (
+    "the new parameters were not gathered, so ranks have different ones: load a checkpoint by "
+    "model.load_state_dict(...) on every rank before going on"
+)
+
 
 class ParameterPrefetch:
     """The gathers of one step, which run while the training thread goes on."""
@@ -46,6 +51,8 @@ class ParameterPrefetch:
         self._held: dict[tuple[int, Any], int] = {}
         self._model: weakref.ref[nn.Module] | None = None
         self._handles: list[Any] = []
+        self._has_raised = False
+        """Whether a failure was raised, which is there until parameters are loaded."""
 
     def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
         """Launch ``gathers``, in this order, after all earlier work."""
@@ -70,16 +77,26 @@ class ParameterPrefetch:
 
     def wait(self) -> None:
         """Wait for all gathers."""
-        completions, self._completions = self._completions, {}
-        for completion in dict.fromkeys(completions.values()):
-            completion.wait()
+        self.wait_for(self._completions)
+        self._completions = {}
+
+    def settle(self) -> None:
+        """Wait for all gathers, whether or not they failed."""
+        for completion in dict.fromkeys(self._completions.values()):
+            with contextlib.suppress(Exception):
+                completion.wait()
 
     def wait_for(self, parameters: Iterable[int]) -> None:
         """Wait for the gathers of some parameters, given by ``id``."""
         if self._completions:
             for completion in dict.fromkeys(map(self._completions.get, parameters)):
                 if completion is not None:
-                    completion.wait()
+                    try:
+                        completion.wait()
+                    except Exception as error:
+                        self._has_raised = True
+                        error.add_note(_NOT_GATHERED)
+                        raise
 
     def _on_read(self, parameters: Iterable[Tensor | None]) -> None:
         if self._completions:
@@ -121,7 +138,13 @@ class ParameterPrefetch:
             if isinstance(parameters, _Parameters) and parameters.on_read == self._on_read:
                 vars(module)["_parameters"] = parameters.plain()
         self._model, self._handles = None, []
-        self.wait()
+        self.settle()
+        if self._has_raised:
+            self._completions = {}
+        try:
+            self.wait()
+        finally:
+            self._completions, self._has_raised = {}, False
 
     def _modules(self) -> Iterable[nn.Module]:
         model = None if self._model is None else self._model()

@@ -140,15 +140,15 @@ class Shard:
             return piece
         return piece.as_strided(self.parameter.size(), self.parameter.stride(), int(piece.storage_offset()))
 
-    def gradient(self) -> Tensor:
-        """This rank's part of ``.grad``, flat; a view of it if its memory is laid out as the parameter's."""
+    def gradient(self, *, whole: bool = False) -> Tensor:
+        """This rank's part of ``.grad``, or the ``whole``, flat; a view where it is laid out as the parameter is."""
         grad = self.parameter.grad
         assert grad is not None, "asked of parameters with a gradient"
         if grad.is_sparse:
             raise UnsupportedError(f"the gradient of {self.name} is sparse: build the embedding with sparse=False")
         if grad.stride() != self.parameter.stride():
             grad = torch.empty_like(self.parameter, dtype=grad.dtype).copy_(grad)
-        start, end = self.range
+        start, end = (0, grad.numel()) if whole else self.range
         return flatten(grad)[start:end]
 
     def refresh(self) -> None:

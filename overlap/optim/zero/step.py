@@ -197,7 +197,6 @@ class ZeroStep(Update[ShardedLayout]):
                 "ZeroStep(zero, deferred=True)",
                 edits="chain(AllReduce(), ZeroStep(zero, deferred=True))",
                 skip="stage.skip_update()" if automatic else "zero.skip_update()",
-                adds_up=False,
                 is_automatic=automatic,
             ),
             deferred=deferred,
@@ -349,9 +348,9 @@ class ZeroStep(Update[ShardedLayout]):
         if not self._gathers_in_forward or (self.optimizer.is_joining and not self.lifecycle.is_replay):
             prefetch.wait()
 
-    def wait(self) -> None:
+    def wait(self, *, raises: bool = True) -> None:
         """Wait for gathers that run during the next forward."""
-        self._prefetch.wait()
+        (self._prefetch.wait if raises else self._prefetch.settle)()
 
     @property
     def updates_after_backward(self) -> bool:

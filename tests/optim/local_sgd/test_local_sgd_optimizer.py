@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness import assert_parity, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import ConfigurationError, Int8, LocalSGD, RegistrationError
+from overlap import ConfigurationError, Int8, LocalSGD, RegistrationError, TrainingLoopError
 
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -75,6 +75,26 @@ def _switch(rank: int, world_size: int) -> None:
             made.step()
 
 
+def _inner_step(rank: int, world_size: int) -> None:
+    """The wrapped optimizer's own step() would never average; after remove() it is the loop's again."""
+    for several in (False, True):
+        ddp = wrap(MLP.model())
+        halves = list(ddp.parameters())[:5], list(ddp.parameters())[5:]
+        optimizers = [sgd(half) for half in halves] if several else [sgd(ddp.parameters())]
+        made = LocalSGD(ddp, optimizers if several else optimizers[0], period=2, start_step=0)
+        for _ in range(2):
+            ddp(*MLP.batch(0, rank).inputs).sum().backward()
+            with pytest.raises(
+                TrainingLoopError, match=r"SGD is stepped by the LocalSGD .* never average: call step\(\)"
+            ):
+                optimizers[-1].step()
+            made.step()
+        assert made.averager.rounds == 1
+        made.remove()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def _wrong_arguments(rank: int, world_size: int) -> None:
     others = dist.new_group([0]), dist.new_group([1])
     ddp = wrap(MLP.model())
@@ -102,6 +122,7 @@ CELLS = {
     "closures, accumulation, hooks and schedulers are those of an optimizer": _in_a_loop,
     "an outer optimizer starts at once": _start,
     "DDP is switched off while ranks train alone": _switch,
+    "the wrapped optimizer's step() is refused": _inner_step,
     "wrong arguments are named": _wrong_arguments,
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -166,16 +167,33 @@ def _a_gather_fails(rank: int, world_size: int) -> None:
         loop.step(step)
     zero.wait()
     good, zero.exchange.gather = zero.exchange.gather, bad
+    saved = {name: value.clone() for name, value in loop.module.state_dict().items()}
     loop.backward(2)
-    with pytest.raises(ValueError, match="lost"):
-        zero.wait()
+    # Until the parameters are loaded, nobody goes on with different models on the ranks.
+    for act in (zero.wait, zero.wait, lambda: loop.ddp(loop.inputs(3)), lambda: list(loop.ddp.parameters())):
+        with pytest.raises(ValueError, match="lost") as failure:
+            act()
+        assert "load a checkpoint by model.load_state_dict(...) on every rank" in failure.value.__notes__[-1]
     zero.exchange.gather = good
+    zero.consolidate_state_dict(to=None)
     zero.step()
+    zero.load_state_dict(zero.state_dict())
+    loop.module.load_state_dict(saved)
+    assert all(torch.equal(value, saved[name]) for name, value in loop.module.state_dict().items())
     for step in range(3, 5):
         loop.step(step)
+    for parameter in loop.ddp.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(parameter, first)
+    zero.exchange.gather = bad
+    loop.backward(5)
+    with pytest.raises(ValueError, match="lost"):
+        zero.wait()
+    loop.registration.remove()  # Raises only what nobody has heard of.
 
 
-def test_wait_raises_the_error_of_a_gather_that_fails_and_training_goes_on() -> None:
+def test_the_error_of_a_failed_gather_stays_until_the_parameters_are_loaded() -> None:
     run_ranks(_a_gather_fails, 2)
 
 
