@@ -31,7 +31,9 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "broadcast_each",
     "future_result",
+    "reduce_each",
     "reduce_scatter",
     "send_recv",
     "whole_pass",
@@ -240,6 +242,28 @@ def add_messages(
 
     sent = sum([tensor.nbytes for tensor, _ in sends])
     return Collective("reduce_scatter", group, start, sent=lambda size: sent)
+
+
+def reduce_each(tensors: Sequence[tuple[Tensor, int]], *, group: dist.ProcessGroup) -> Operation:
+    """Sum each ``(tensor, rank)`` over the group, in place on that rank, as one group of reductions where the backend
+    has such; elsewhere its values are undefined on backends other than NCCL. Sends ``N (W-1)/W`` elements on average.
+    """
+    return _each("reduce_scatter", "reduce", tensors, group)
+
+
+def broadcast_each(tensors: Sequence[tuple[Tensor, int]], *, group: dist.ProcessGroup) -> Operation:
+    """Copy each ``(tensor, rank)`` from that rank to all others, in place, as one group of broadcasts where the backend
+    has such. Sends ``N (W-1)/W`` elements on average."""
+    return _each("all_gather", "broadcast", tensors, group)
+
+
+def _each(label: str, name: str, tensors: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> Operation:
+    def start(channel: Channel) -> Sequence[dist.Work]:
+        assert isinstance(channel, GroupChannel), "on a CPU whole tensors travel as messages"
+        return channel.each(name, _all_as_real(tensors))
+
+    nbytes = sum([tensor.nbytes for tensor, _ in tensors])
+    return Collective(label, group, start, sent=lambda size: nbytes * (size - 1) / size)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:
