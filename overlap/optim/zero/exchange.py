@@ -104,12 +104,12 @@ class BucketShards:
             if shard.own is not None:
                 self._owned_slices.append(own)
         # Of the sharded parameters that are not empty: the places of those that are divided, and of the others.
-        present = [place for place, shard in enumerate(self._shards) if shard.parameter.numel()]
-        self._divided = [place for place in present if self._shards[place].owner is None]
-        self.whole = [place for place in present if self._shards[place].owner is not None]
+        self._present = [(place, shard) for place, shard in enumerate(self._shards) if shard.parameter.numel()]
+        self._divided = [place for place, shard in self._present if shard.owner is None]
+        self.whole = [place for place, shard in self._present if shard.owner is not None]
         """Which of the sharded parameters have one owner."""
         # The lengths of the pieces of a row, padding included; and those of this rank's, which may be shorter.
-        self._row_sizes = [self._shards[place].range_of(0)[1] for place in self._divided]
+        self._row_sizes = [self._shards[place].chunk_numel for place in self._divided]
         row_numel = sum(self._row_sizes)
         padding = round_up(row_numel, segment_multiple(first.parameter.device)) - row_numel
         self._row_numel = row_numel + padding
@@ -194,8 +194,10 @@ class BucketShards:
     def by_owner(self, tensors: Sequence[Tensor]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
         """The parts of ``tensors`` that each rank owns, large and small ones."""
         found: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for shard, tensor in zip(self._shards, tensors, strict=True):
-            for owner, part in shard.parts_of(tensor):
+        for place, shard in self._present:
+            tensor = tensors[place]
+            parts = enumerate(tensor.split(shard.chunk_numel)) if shard.owner is None else ((shard.owner, tensor),)
+            for owner, part in parts:
                 found.setdefault(owner, ([], []))[part.numel() < _LARGE_NUMEL].append(part)
         return found
 
@@ -282,19 +284,11 @@ def _sendable(shards: BucketShards, tensors: Sequence[Tensor]) -> list[tuple[Ten
 class _Share(NamedTuple):
     """What one rank owns of a bucket: see [Note: messages]."""
 
-    large: list[Tensor]
+    messages: list[Tensor]
+    """The large parts, and room for the small ones."""
     small: list[Tensor]
-    room: Tensor
-    """For the small ones, one after another."""
-
-    @property
-    def packed(self) -> Sequence[Tensor]:
-        """The small ones in the room."""
-        return self.room.split_with_sizes([part.numel() for part in self.small])
-
-    @property
-    def messages(self) -> list[Tensor]:
-        return [*self.large, self.room] if self.small else self.large
+    packed: Sequence[Tensor]
+    """The places of the small ones in that room."""
 
 
 class Exchange:
@@ -404,11 +398,13 @@ class Exchange:
     def _shares(self, tensors: Sequence[Tensor], shards: BucketShards) -> tuple[Tensor, dict[int, _Share]]:
         """What each rank owns of ``tensors``, and the room that they share."""
         found = shards.by_owner(tensors)
-        numels = [sum([part.numel() for part in small]) for _, small in found.values()]
-        room = self._take(sum(numels), tensors[0])
-        rooms = room[: sum(numels)].split_with_sizes(numels)
-        shares = zip(found.items(), rooms, strict=True)
-        return room, {owner: _Share(large, small, part) for (owner, (large, small)), part in shares}
+        numels = [[part.numel() for part in small] for _, small in found.values()]
+        sizes = list(map(sum, numels))
+        room, shares = self._take(sum(sizes), tensors[0]), {}
+        rooms = room[: sum(sizes)].split_with_sizes(sizes)
+        for (owner, (large, small)), part, of_small in zip(found.items(), rooms, numels, strict=True):
+            shares[owner] = _Share([*large, part] if small else large, small, part.split_with_sizes(of_small))
+        return room, shares
 
     def _take(self, numel: int, like: Tensor) -> Tensor:
         """A flat tensor of at least ``numel`` elements with undefined values, of the dtype and device of ``like``."""

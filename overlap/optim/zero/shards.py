@@ -24,7 +24,7 @@ between backward and ``step()`` a version changes only where the training loop w
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Owners:
             owned = self._owned[parameter.requires_grad]
             owned_bytes, owner = heapq.heappop(owned) if len(owned) == self._ranks else (0, len(owned))
             heapq.heappush(owned, (owned_bytes + parameter.nbytes, owner))
-            owners[id(parameter)] = owner
+            owners[id(parameter)] = owner if parameter.numel() else 0
         return owners
 
 
@@ -105,6 +105,8 @@ class Shard:
         """Whether the optimizer sees all of it."""
         self.range = self.range_of(rank)
         """This rank's elements."""
+        self.chunk_numel = self.range_of(0)[1]
+        """How many the ranks own, but for the last ones; of a parameter that is divided."""
         self.flat = flatten(parameter.data)
         """The parameter's own memory. See [Note: versions of sharded parameters]."""
         self.view = self.flat[slice(*self.range)]
@@ -128,12 +130,6 @@ class Shard:
             return (0, numel) if rank == self.owner else (0, 0)
         itemsize = self.parameter.element_size()
         return chunk(numel, itemsize, on_streams=self.on_streams, rank=rank, ranks=self.ranks)
-
-    def parts_of(self, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
-        """``flat``, of as many elements, in parts with their owners; those who own nothing have none."""
-        if self.owner is not None or not flat.numel():
-            return [(self.owner or 0, flat)] if flat.numel() else []
-        return enumerate(flat.split(self.range_of(0)[1]))
 
     def shaped(self, piece: Tensor) -> Tensor:
         """This rank's flat piece in the shape in which the optimizer sees it."""
