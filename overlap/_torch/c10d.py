@@ -215,8 +215,10 @@ class GroupChannel:
         """Whether :meth:`all_to_all` takes tensors of any lengths on ``device``."""
         return backend_name(self._group, device) == "nccl"
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+    def all_to_all(self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor) -> list[Any]:
         """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
+        if isinstance(outputs, Tensor) and isinstance(inputs, Tensor):
+            return [dist.all_to_all_single(outputs, inputs, group=self._group, async_op=True)]
         received, sent = list(outputs), list(inputs)
         received[self.rank()] = sent[self.rank()] = sent[0].new_empty(0)
         return [dist.all_to_all(received, sent, group=self._group, async_op=True)]

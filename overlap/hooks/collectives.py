@@ -206,22 +206,26 @@ def send_recv(
     return Collective(label, group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
 
 
-def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, group: dist.ProcessGroup) -> Operation:
-    """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``; this rank's own are ignored.
+def all_to_all(
+    outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor, *, group: dist.ProcessGroup
+) -> Operation:
+    """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``; the rank's own are not used.
 
-    On NCCL one collective. Elsewhere messages, of which empty ones are not sent; each rank starts with the next one, so
-    that not all send to the same rank at once.
+    Lists, or two tensors of shape ``(W, n)``. On NCCL one collective: of two tensors it takes the host as long whatever
+    ``W`` is, and this rank's row of ``outputs`` becomes that of ``inputs``. Elsewhere messages, of which empty ones are
+    not sent; each rank starts with the next one, so that not all send to the same rank at once.
     """
     ranks, rank = group.size(), group.rank()
-    peers = [(rank + distance) % ranks for distance in range(1, ranks)]
 
     def start(channel: Channel) -> Sequence[dist.Work]:
         if isinstance(channel, GroupChannel) and channel.has_all_to_all(inputs[rank].device):
             return channel.all_to_all(outputs, inputs)
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
         sends = [(inputs[peer], peer) for peer in peers if inputs[peer].numel()]
         return channel.send_recv(sends, [(outputs[peer], peer) for peer in peers if outputs[peer].numel()])
 
-    sent = sum([inputs[peer].nbytes for peer in peers])
+    all_bytes = inputs.nbytes if isinstance(inputs, Tensor) else sum([tensor.nbytes for tensor in inputs])
+    sent = all_bytes - inputs[rank].nbytes
     return Collective("send_recv", group, start, sent=lambda size: sent)
 
 
