@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.host_cost import IdleStreams
+from harness import run_ranks
+from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
 from overlap.optim.zero.exchange import BucketShards
 from overlap.optim.zero.shards import Owners, Shard, chunk
@@ -92,3 +98,32 @@ def test_a_bucket_is_cut_as_its_parameters_are(
             gradient.zero_()
     bucket.unpack(rows, gradients)
     assert torch.equal(flat, expected)
+
+
+def _on_streams(rank: int, world_size: int) -> None:
+    """Rows in place, short chunks, matrices fewer than ranks; every rank feeds the same, so sums are exact."""
+    for partition in ("element", "parameter"):
+        with streams_replaced(IdleStreams()):
+            models = []
+            for is_plain in (True, False):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(16, 64, bias=False), nn.Tanh(), nn.Linear(64, 5, bias=False))
+                models.append(DistributedDataParallel(model, bucket_cap_mb=0.001))
+                ours = functools.partial(
+                    ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam, partition=partition, lr=0.01
+                )
+                make: Any = functools.partial(torch.optim.Adam, lr=0.01) if is_plain else ours
+                optimizer = make(models[-1].parameters())
+                if not is_plain:
+                    chain(ZeroStep(optimizer)).register(models[-1])
+                for step in range(4):
+                    optimizer.zero_grad()
+                    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+                    models[-1](x).square().mean().backward()
+                    optimizer.step()
+        for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(mine, theirs), (partition, mine.shape)
+
+
+def test_on_streams_rows_in_place_short_chunks_and_fewer_matrices_than_ranks_are_exact() -> None:
+    run_ranks(_on_streams, 4)
