@@ -38,7 +38,7 @@ a stage, which know no buckets, have the same parts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -50,7 +50,7 @@ from torch import Tensor
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
-from overlap.hooks.collectives import add_messages, broadcast_each, reduce_each
+from overlap.hooks.collectives import Operation, add_messages, broadcast_each, reduce_each
 from overlap.hooks.engine.wavefront import Item
 from overlap.hooks.segments import can_be_sent, round_up, segment_multiple
 from overlap.optim.zero.shards import Shard
@@ -82,46 +82,42 @@ class BucketShards:
     """
 
     def __init__(self, shards: Sequence[Shard | None], numels: Sequence[int]) -> None:
-        self._by_place, self._numels = shards, numels
+        self._by_place, self._numels = shards, list(numels)
         self._shards = [shard for shard in shards if shard is not None]
         first = self._shards[0]
         self.rank, self.ranks, self.on_streams = first.rank, first.ranks, first.on_streams
         self.numel = sum(shard.parameter.numel() for shard in self._shards)
         """How many elements the sharded parameters have."""
+        self.flats = [shard.flat for shard in self._shards]
+        """The sharded parameters' own memory."""
         self.own_parameters = [shard.parameter for shard in self._shards if shard.own is not None]
         """Those of which this rank's optimizer has a part, which may be empty."""
         # Where this rank's part of each parameter is in a flat buffer, and parameters that are not sharded.
         self._own_slices: list[slice | None] = []
-        self._owned_slices: list[slice] = []
         self._rest_slices: list[slice] = []
         for shard, start, numel in zip(shards, itertools.accumulate(numels, initial=0), numels, strict=False):
-            if shard is None:
-                self._own_slices.append(None)
-                self._rest_slices.append(slice(start, start + numel))
-                continue
-            own = slice(start + shard.range[0], start + shard.range[1])
+            own = None if shard is None else slice(start + shard.range[0], start + shard.range[1])
             self._own_slices.append(own)
-            if shard.own is not None:
-                self._owned_slices.append(own)
-        # Of the sharded parameters that are not empty: the places of those that are divided, and of the others.
-        self._present = [(place, shard) for place, shard in enumerate(self._shards) if shard.parameter.numel()]
-        self._divided = [place for place, shard in self._present if shard.owner is None]
-        self.whole = [place for place, shard in self._present if shard.owner is not None]
-        """Which of the sharded parameters have one owner."""
-        # The lengths of the pieces of a row, padding included; and those of this rank's, which may be shorter.
-        self._row_sizes = [self._shards[place].chunk_numel for place in self._divided]
-        row_numel = sum(self._row_sizes)
-        padding = round_up(row_numel, segment_multiple(first.parameter.device)) - row_numel
-        self._row_numel = row_numel + padding
-        self._own_sizes = []
-        for place, length in zip(self._divided, self._row_sizes, strict=True):
-            start, end = self._shards[place].range
-            self._own_sizes += [end - start, length - (end - start)]
-        if padding:
-            self._row_sizes.append(padding)
-            self._own_sizes.append(padding)
-        self._padding_numel = self.ranks * padding
-        self._is_in_rows = len(self._divided) == 1 and self.numel == self.ranks * self._row_numel
+            if own is None:
+                self._rest_slices.append(slice(start, start + numel))
+        self._owned_slices = [
+            own for own, shard in zip(self._own_slices, shards, strict=True) if own and shard and shard.own is not None
+        ]
+        # The sharded parameters that are not empty, by their places: those that are divided, and the others.
+        present = [(place, shard) for place, shard in enumerate(self._shards) if shard.parameter.numel()]
+        self._divided = [(place, shard) for place, shard in present if shard.owner is None]
+        self.whole = [(place, shard.owner) for place, shard in present if shard.owner is not None]
+        """The places, among the sharded parameters, of those that have one owner, and the owners."""
+        # The lengths of the pieces of a row, and of this rank's, padding included. See [Note: chunks].
+        self._sizes = [shard.chunk_numel for _, shard in self._divided]
+        self._own_sizes: list[int] = []
+        for length, (_, shard) in zip(self._sizes, self._divided, strict=True):
+            self._own_sizes += [shard.view.numel(), length - shard.view.numel()]
+        self._row_numel = round_up(sum(self._sizes), segment_multiple(first.parameter.device))
+        self._padding = self._row_numel - sum(self._sizes)
+        if self._padding:
+            self._sizes.append(self._padding)
+            self._own_sizes.append(self._padding)
 
     def __iter__(self) -> Iterator[Shard]:
         """The shards in the bucket's order, without the parameters that are not sharded."""
@@ -129,7 +125,7 @@ class BucketShards:
 
     def gradients_of_all(self, flat: Tensor) -> list[Tensor]:
         """The gradient of each sharded parameter in a flat buffer."""
-        pieces = flat.split_with_sizes(list(self._numels))
+        pieces = flat.split_with_sizes(self._numels)
         return [piece for piece, shard in zip(pieces, self._by_place, strict=True) if shard is not None]
 
     def rest(self, flat: Tensor) -> list[Tensor]:
@@ -151,42 +147,44 @@ class BucketShards:
         """Room for packed chunks, ``tensors`` themselves if they are such; ``None`` without divided parameters."""
         if not self._divided:
             return None
-        like = tensors[self._divided[0]]
-        if self._is_in_rows and can_be_sent(like):
+        like = tensors[self._divided[0][0]]
+        if len(self._divided) == 1 and like.numel() == self.ranks * self._row_numel and can_be_sent(like):
             return like.view(self.ranks, self._row_numel)
         return like.new_empty(self.ranks, self._row_numel)
 
+    def _are_in(self, rows: Tensor, tensors: Sequence[Tensor]) -> bool:
+        return rows.data_ptr() == tensors[self._divided[0][0]].data_ptr()
+
     def pack(self, tensors: Sequence[Tensor], rows: Tensor) -> None:
         """Copy the chunks of all ranks to ``rows``."""
-        chunks = [tensors[place] for place in self._divided]
-        if rows.data_ptr() != chunks[0].data_ptr():
-            if self._padding_numel:
-                chunks.append(rows.new_empty(self._padding_numel))
+        if not self._are_in(rows, tensors):
+            padding = [rows.new_empty(self.ranks * self._padding)] if self._padding else []
+            chunks = [*(tensors[place] for place, _ in self._divided), *padding]
             torch._chunk_cat(chunks, dim=0, num_chunks=self.ranks, out=rows)
 
     def own_chunks(self, tensors: Sequence[Tensor], rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's chunks of ``tensors``, and their places in ``rows``; none where these are the same."""
-        if rows.data_ptr() == tensors[self._divided[0]].data_ptr():
+        if self._are_in(rows, tensors):
             return [], []
-        chunks = [tensors[place][slice(*self._shards[place].range)] for place in self._divided]
+        chunks = [tensors[place][slice(*shard.range)] for place, shard in self._divided]
         return chunks, list(rows[self.rank].split_with_sizes(self._own_sizes)[: 2 * len(chunks) : 2])
 
     def unpack(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copy the chunks of all ranks from ``rows``."""
-        if rows.data_ptr() == tensors[self._divided[0]].data_ptr():
+        if self._are_in(rows, tensors):
             return
         chunks, short, rooms = [], [], []
-        for place, length in zip(self._divided, self._row_sizes, strict=False):
+        for (place, _), length in zip(self._divided, self._sizes, strict=False):
             tensor = tensors[place]
-            if tensor.numel() == self.ranks * length:
-                chunks.append(tensor.view(self.ranks, length))
-                continue
-            chunks.append(tensor.new_empty(self.ranks, length))
-            short.append(tensor)
-            rooms.append(chunks[-1].view(-1)[: tensor.numel()])
-        if self._padding_numel:
-            chunks.append(rows.new_empty(self.ranks, self._row_sizes[-1]))
-        torch.split_with_sizes_copy(rows, self._row_sizes, dim=1, out=chunks)
+            if tensor.numel() != self.ranks * length:
+                short.append(tensor)
+                room = rows.new_empty(self.ranks * length)
+                rooms.append(room[: tensor.numel()])
+                tensor = room
+            chunks.append(tensor.view(self.ranks, length))
+        if self._padding:
+            chunks.append(rows.new_empty(self.ranks, self._padding))
+        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=chunks)
         copy_all(short, rooms)
 
     # As messages: see [Note: messages].
@@ -194,11 +192,13 @@ class BucketShards:
     def by_owner(self, tensors: Sequence[Tensor]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
         """The parts of ``tensors`` that each rank owns, large and small ones."""
         found: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for place, shard in self._present:
-            tensor = tensors[place]
-            parts = enumerate(tensor.split(shard.chunk_numel)) if shard.owner is None else ((shard.owner, tensor),)
-            for owner, part in parts:
-                found.setdefault(owner, ([], []))[part.numel() < _LARGE_NUMEL].append(part)
+        parts: list[tuple[int, Tensor]] = []
+        for place, owner in self.whole:
+            parts.append((owner, tensors[place]))
+        for place, shard in self._divided:
+            parts += enumerate(tensors[place].split(shard.chunk_numel))
+        for owner, part in parts:
+            found.setdefault(owner, ([], []))[part.numel() < _LARGE_NUMEL].append(part)
         return found
 
     # In parts.
@@ -274,11 +274,15 @@ class Gather(Item):
     shards: BucketShards
 
 
-def _sendable(shards: BucketShards, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, int]]:
-    """Each of ``tensors`` that has one owner, itself or a copy where a collective takes it at full speed, its owner."""
-    every = list(shards)
-    of_whole = [(tensors[place], every[place].owner or 0) for place in shards.whole]
-    return [(one, one if can_be_sent(one) else one.clone(), owner) for one, owner in of_whole]
+async def _each(
+    operation: Callable[..., Operation], tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
+) -> None:
+    """``operation`` on each whole tensor and its owner; by a copy of one that a collective does not take as it is."""
+    whole = [tensors[place] for place, _ in shards.whole]
+    sent = [one if can_be_sent(one) else one.clone() for one in whole]
+    await operation([(one, owner) for one, (_, owner) in zip(sent, shards.whole, strict=True)], group=group)
+    copied = [place for place, one in enumerate(sent) if one is not whole[place]]
+    copy_all([whole[place] for place in copied], [sent[place] for place in copied])
 
 
 class _Share(NamedTuple):
@@ -330,7 +334,7 @@ class Exchange:
         """Send the part of the parameters that each rank owns to all ranks, which changes the parameters."""
         if shards.numel:
             gather = self._gather_rows if shards.on_streams else self._gather_by_messages
-            await gather([shard.flat for shard in shards], shards, group)
+            await gather(shards.flats, shards, group)
 
     async def _reduce_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> None:
         """Add the other ranks' gradients to the parts of ``tensors`` that this rank owns."""
@@ -339,10 +343,7 @@ class Exchange:
             await reduce_scatter(rows[shards.rank], rows.view(-1), group=group)
             copy_all(*shards.own_chunks(tensors, rows))
         if shards.whole:
-            sent = _sendable(shards, tensors)
-            await reduce_each([(one, owner) for _, one, owner in sent], group=group)
-            own = [(tensor, one) for tensor, one, owner in sent if owner == shards.rank and one is not tensor]
-            copy_all([tensor for tensor, _ in own], [one for _, one in own])
+            await _each(reduce_each, tensors, shards, group)
 
     async def _gather_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> None:
         """Fill the parts of ``tensors`` that other ranks own."""
@@ -352,10 +353,7 @@ class Exchange:
             await all_gather(rows.view(-1), rows[shards.rank], group=group)
             shards.unpack(rows, tensors)
         if shards.whole:
-            sent = _sendable(shards, tensors)
-            await broadcast_each([(one, owner) for _, one, owner in sent], group=group)
-            others = [(tensor, one) for tensor, one, owner in sent if owner != shards.rank and one is not tensor]
-            copy_all([tensor for tensor, _ in others], [one for _, one in others])
+            await _each(broadcast_each, tensors, shards, group)
 
     async def _reduce_by_messages(
         self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
@@ -387,8 +385,8 @@ class Exchange:
         sends: list[tuple[Tensor, int]] = []
         if (own := shares.pop(shards.rank, None)) is not None:
             copy_all(own.packed, own.small)
-            peers = [peer for peer in range(shards.ranks) if peer != shards.rank]
-            sends = [(message, peer) for peer in peers for message in own.messages]
+            peers = (*range(shards.rank), *range(shards.rank + 1, shards.ranks))
+            sends = list(itertools.product(own.messages, peers))
         receives = [(message, owner) for owner, share in shares.items() for message in share.messages]
         await send_recv(sends, receives, group=group, label="all_gather")
         for share in shares.values():
@@ -398,7 +396,7 @@ class Exchange:
     def _shares(self, tensors: Sequence[Tensor], shards: BucketShards) -> tuple[Tensor, dict[int, _Share]]:
         """What each rank owns of ``tensors``, and the room that they share."""
         found = shards.by_owner(tensors)
-        numels = [[part.numel() for part in small] for _, small in found.values()]
+        numels = [list(map(Tensor.numel, small)) for _, small in found.values()]
         sizes = list(map(sum, numels))
         room, shares = self._take(sum(sizes), tensors[0]), {}
         rooms = room[: sum(sizes)].split_with_sizes(sizes)
