@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import statistics
 import sys
 import time
@@ -52,7 +53,7 @@ from overlap._torch.device import DeviceStreams, streams_replaced
 from overlap.hooks.engine.registration import registration_of
 
 _PACKAGE = f"{Path(overlap.__file__).parent}/"
-_ADAMW = Maker(torch.optim.AdamW, {"lr": 1e-3, "fused": True})
+ADAMW = Maker(torch.optim.AdamW, {"lr": 1e-3, "fused": True})
 _WARM_UP = 20
 # Parts of names of operators, besides those whose schema is a view's.
 _LAUNCH_NOTHING = ("empty", "_unsafe_view", "promote_types", "_record_function")
@@ -168,9 +169,8 @@ METHODS: dict[str, tuple[int, Recipe]] = {
 
 
 @contextlib.contextmanager
-def training(method: str, buckets: int, width: int = 48) -> Iterator[tuple[DistributedDataParallel, Update, Tensor]]:
-    """The model with the method's chain, its update, and an input, in a default process group of their own."""
-    ranks, recipe = METHODS[method]
+def model_on(ranks: int, buckets: int, width: int = 48) -> Iterator[tuple[DistributedDataParallel, Tensor]]:
+    """The model and an input, in a default process group of their own, which stands for so many ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         # The fake backend has NCCL's all-to-all.
@@ -181,23 +181,31 @@ def training(method: str, buckets: int, width: int = 48) -> Iterator[tuple[Distr
             ddp = DistributedDataParallel(
                 nn.Sequential(*layers), bucket_cap_mb=cap_mb, gradient_as_bucket_view=True
             )  # fmt: skip
-            yield ddp, recipe(ddp, _ADAMW), torch.randn(2, width)
+            yield ddp, torch.randn(2, width)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def training(method: str, buckets: int) -> Iterator[tuple[DistributedDataParallel, Update, Tensor]]:
+    """The model with the method's chain, its update, and an input."""
+    ranks, recipe = METHODS[method]
+    with model_on(ranks, buckets) as (ddp, x):
+        yield ddp, recipe(ddp, ADAMW), x
 
 
 def operators(method: str, buckets: int, *, warm_up: int = 4) -> Counter[str]:
     """Those that the package issues in one step, by name."""
     with training(method, buckets) as (ddp, update, x):
         for _ in range(warm_up):
-            _step(ddp, update, x)
+            step(ddp, update, x)
         with Operators() as counted:
-            _step(ddp, update, x)
+            step(ddp, update, x)
         update.finish()
     return counted.counts
 
 
-def _step(ddp: nn.Module, update: Update, x: Tensor) -> None:
+def step(ddp: nn.Module, update: Update, x: Tensor) -> None:
     ddp(x).square().mean().backward()
     update.step()
     update.clear()
@@ -213,41 +221,52 @@ class Cost:
     operators: float
 
 
-def measure(method: str, buckets: int, steps: int) -> Cost:
-    calls = 0
+@contextlib.contextmanager
+def calls_counted() -> Iterator[list[int]]:
+    """One number: how many Python calls this thread makes into the package."""
+    calls = [0]
 
     def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(_PACKAGE)
+        calls[0] += event == "call" and frame.f_code.co_filename.startswith(_PACKAGE)
 
+    gc.collect()
+    gc.disable()  # It calls back whoever holds weak references.
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
+def measure(method: str, buckets: int, steps: int) -> Cost:
     with training(method, buckets) as (ddp, update, x):
         for _ in range(_WARM_UP):
-            _step(ddp, update, x)
-        sys.setprofile(count)
-        _step(ddp, update, x)
-        sys.setprofile(None)
+            step(ddp, update, x)
+        with calls_counted() as calls:
+            step(ddp, update, x)
         with Operators() as counted:
-            _step(ddp, update, x)
+            step(ddp, update, x)
         in_buckets_s: list[float] = []
         in_step_s: list[float] = []
         if (registration := registration_of(ddp)) is not None:
             runtime = registration.runtime
-            runtime.on_bucket = _timed(runtime.on_bucket, in_buckets_s)  # type: ignore[method-assign]
-        step = _timed(update.step, in_step_s)
+            runtime.on_bucket = timed(runtime.on_bucket, in_buckets_s)  # type: ignore[method-assign]
+        timed_step = timed(update.step, in_step_s)
         for _ in range(steps):
             ddp(x).square().mean().backward()
-            step()
+            timed_step()
             update.clear()
         update.finish()
     return Cost(
         bucket_us=1e6 * statistics.median(in_buckets_s or [0.0]),
         step_ms=1e3 * statistics.median(in_step_s),
-        calls=calls / buckets,
+        calls=calls[0] / buckets,
         operators=counted.counts.total() / buckets,
     )
 
 
-def _timed(call: Callable[..., Any], took_s: list[float]) -> Callable[..., Any]:
+def timed(call: Callable[..., Any], took_s: list[float]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         start_s = time.thread_time()
         result = call(*args)

@@ -125,12 +125,17 @@ def stepped(reducer: Callable[[], Stage] = AllReduce, **options: Any) -> Recipe:
     return recipe
 
 
-def sharded(**options: Any) -> Recipe:
+def sharded(*, partition: str | None = None, **options: Any) -> Recipe:
     """`chain(ZeroStep(..., **options))`."""
 
     def recipe(ddp: DistributedDataParallel, make: Maker) -> Update:
         zero = ZeroRedundancyOptimizer(
-            ddp.parameters(), make.kind, process_group=ddp.process_group, overlap_with_ddp=True, **make.options
+            ddp.parameters(),
+            make.kind,
+            process_group=ddp.process_group,
+            overlap_with_ddp=True,
+            partition=partition,
+            **make.options,
         )
         chain(ZeroStep(zero, **options)).register(ddp)
         return Update(optimizers=(zero,), finish=zero.wait)

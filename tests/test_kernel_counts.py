@@ -21,12 +21,12 @@ MOST_A_BUCKET = {
     "AllReduce, ClipGradNorm, Step": 4,
     "AllReduce, SkipNonFinite, Step": 6,
     "ZeroStep, 8 ranks": 9,
-    "ZeroStep, 64 ranks": 9,
+    "ZeroStep, 64 ranks": 10,  # Of some parameters the last ranks own less, so they are unpacked by a copy more.
     "ZeroStep, in forward": 9,
     "PowerSGD(rank=4)": 49,
     "Quantize(Int8()), 8 ranks": 19,
     "Quantize(Int8()), 64 ranks": 19,
-    "Quantize(Int4()), feedback": 51,
+    "Quantize(Int4()), feedback": 57,
 }
 # And so many in a step, however many buckets there are.
 MOST_A_STEP = {

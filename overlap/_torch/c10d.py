@@ -234,11 +234,28 @@ class GroupChannel:
         """Whether :meth:`all_to_all` takes tensors of any lengths on ``device``."""
         return backend_name(self._group, device) == "nccl"
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+    def all_to_all(self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor) -> list[Any]:
         """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
+        if isinstance(outputs, Tensor) and isinstance(inputs, Tensor):
+            return [dist.all_to_all_single(outputs, inputs, group=self._group, async_op=True)]
         received, sent = list(outputs), list(inputs)
         received[self.rank()] = sent[self.rank()] = sent[0].new_empty(0)
         return [dist.all_to_all(received, sent, group=self._group, async_op=True)]
+
+    def each(self, name: str, tensors: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        """``"reduce"`` each tensor to its rank, or ``"broadcast"`` it from there, by one launch if the backend can."""
+        group, device = self._group, tensors[0][0].device
+        call, root = (dist.reduce, "group_dst") if name == "reduce" else (dist.broadcast, "group_src")
+
+        def launched() -> list[Any]:
+            return [call(tensor, **{root: rank}, group=group, async_op=True) for tensor, rank in tensors]
+
+        # As torch.distributed.batch_isend_irecv asks.
+        if type(group) is not dist.ProcessGroup or not group._get_backend(device).supports_coalescing:
+            return launched()
+        with distributed_c10d._coalescing_manager(group, device, async_ops=True) as together:
+            launched()
+        return list(together.works)
 
     def add_messages(self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]]) -> list[Any]:
         """Send ``sends``, and add to each of ``rows`` what every other rank sends for it, in the order of ranks."""

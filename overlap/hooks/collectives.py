@@ -31,7 +31,9 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "broadcast_each",
     "future_result",
+    "reduce_each",
     "reduce_scatter",
     "send_recv",
     "whole_pass",
@@ -204,22 +206,26 @@ def send_recv(
     return Collective(label, group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
 
 
-def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, group: dist.ProcessGroup) -> Operation:
-    """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``; this rank's own are ignored.
+def all_to_all(
+    outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor, *, group: dist.ProcessGroup
+) -> Operation:
+    """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``; the rank's own are not used.
 
-    On NCCL one collective. Elsewhere messages, of which empty ones are not sent; each rank starts with the next one, so
-    that not all send to the same rank at once.
+    Lists, or two tensors of shape ``(W, n)``. On NCCL one collective: of two tensors it takes the host as long whatever
+    ``W`` is, and this rank's row of ``outputs`` becomes that of ``inputs``. Elsewhere messages, of which empty ones are
+    not sent; each rank starts with the next one, so that not all send to the same rank at once.
     """
     ranks, rank = group.size(), group.rank()
-    peers = [(rank + distance) % ranks for distance in range(1, ranks)]
 
     def start(channel: Channel) -> Sequence[dist.Work]:
         if isinstance(channel, GroupChannel) and channel.has_all_to_all(inputs[rank].device):
             return channel.all_to_all(outputs, inputs)
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
         sends = [(inputs[peer], peer) for peer in peers if inputs[peer].numel()]
         return channel.send_recv(sends, [(outputs[peer], peer) for peer in peers if outputs[peer].numel()])
 
-    sent = sum([inputs[peer].nbytes for peer in peers])
+    all_bytes = inputs.nbytes if isinstance(inputs, Tensor) else sum([tensor.nbytes for tensor in inputs])
+    sent = all_bytes - inputs[rank].nbytes
     return Collective("send_recv", group, start, sent=lambda size: sent)
 
 
@@ -240,6 +246,28 @@ def add_messages(
 
     sent = sum([tensor.nbytes for tensor, _ in sends])
     return Collective("reduce_scatter", group, start, sent=lambda size: sent)
+
+
+def reduce_each(tensors: Sequence[tuple[Tensor, int]], *, group: dist.ProcessGroup) -> Operation:
+    """Sum each ``(tensor, rank)`` over the group, in place on that rank, as one group of reductions where the backend
+    has such; elsewhere its values are undefined on backends other than NCCL. Sends ``N (W-1)/W`` elements on average.
+    """
+    return _each("reduce_scatter", "reduce", tensors, group)
+
+
+def broadcast_each(tensors: Sequence[tuple[Tensor, int]], *, group: dist.ProcessGroup) -> Operation:
+    """Copy each ``(tensor, rank)`` from that rank to all others, in place, as one group of broadcasts where the backend
+    has such. Sends ``N (W-1)/W`` elements on average."""
+    return _each("all_gather", "broadcast", tensors, group)
+
+
+def _each(label: str, name: str, tensors: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> Operation:
+    def start(channel: Channel) -> Sequence[dist.Work]:
+        assert isinstance(channel, GroupChannel), "on a CPU whole tensors travel as messages"
+        return channel.each(name, _all_as_real(tensors))
+
+    nbytes = sum([tensor.nbytes for tensor, _ in tensors])
+    return Collective(label, group, start, sent=lambda size: nbytes * (size - 1) / size)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:

@@ -13,7 +13,7 @@ local SGD use it alike. ``docs/guides/loop.md`` shows the table as a picture; ``
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import compress

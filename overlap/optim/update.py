@@ -8,7 +8,7 @@ algorithm, and differ in its primitives alone. A bucket goes through :meth:`Upda
 - *reduce*: a sharded update that comes first in its chain reduce-scatters the bucket;
 - *used*: where DDP looks for unused parameters, the ranks find out which any of them has used;
 - the gradients are *left* to ``step()``, *held* until the last bucket (deferred), or *applied* now (interleaved);
-- *publish*: a sharded update gathers the new parameters.
+- *gather_parameters*: a sharded update brings the new parameters to all ranks.
 
 The loop's :meth:`LoopOptimizer.step` makes the updates that stages have left, and ends those made in backward.
 """
@@ -77,7 +77,7 @@ class Update(UpdateStage, Generic[L]):
     """
 
     is_sharded = False
-    """Whether a rank updates only its part, and publishes that by a collective."""
+    """Whether a rank updates only its part, and gathers the others' by a collective."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Update(UpdateStage, Generic[L]):
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         """Make one whole step with the gradients of all buckets."""
 
-    async def publish(self, bucket: Bucket, layout: L) -> None:
+    async def gather_parameters(self, bucket: Bucket, layout: L) -> None:
         """Bring the new parameters of ``bucket`` to all ranks. Sharded only."""
 
     def check_backward(self, *, is_replay: bool) -> None:
@@ -194,7 +194,7 @@ class Update(UpdateStage, Generic[L]):
         else:
             self.apply(layout, parameters, gradients)
         if self.is_sharded:
-            await self.publish(bucket, layout)
+            await self.gather_parameters(bucket, layout)
 
     def layout_of(self, bucket: Bucket) -> L:
         """The layout of ``bucket``."""

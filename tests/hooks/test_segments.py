@@ -44,6 +44,8 @@ def _parts(name: str, size: int, first: Any, second: Any) -> list[torch.Tensor]:
         return [tensor for tensor, _ in (*first, *second)]
     if name == "add_messages":
         return [tensor for tensor, _ in first]
+    if name == "each":
+        return [tensor for tensor, _ in second]
     if name == "all_reduce":
         return [first]
     return [first, second, *(first if name == "all_gather" else second).chunk(size)]
@@ -64,7 +66,7 @@ def _misaligned() -> Iterator[list[str]]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv", "add_messages"):
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv", "add_messages", "each"):
             patched = noting(name, getattr(GroupChannel, name))
             stack.enter_context(mock.patch.object(GroupChannel, name, patched))
         yield found

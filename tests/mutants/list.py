@@ -229,14 +229,17 @@ MUTANTS: dict[str, Mutant] = {
         "optim/release.py", "resize_storage(self._storage, 0)", "pass", "optim/test_release.py -k peak"
     ),
     # ZeRO.
-    "a shard begins one element late": Mutant(
-        "optim/zero/shards.py", "start = end", "start = end + 1", "optim/zero/test_zero_partition.py"
-    ),
-    "the owner of a parameter has the most work": Mutant(
+    "a shard is off by a block": Mutant(
         "optim/zero/shards.py",
-        "owner = min(self._ranks",
-        "owner = max(self._ranks",
-        "optim/zero/test_zero_partition.py",
+        "min(numel, rank * each)",
+        "min(numel, rank * each + block_numel)",
+        "optim/zero/test_zero_partition.py -k share",
+    ),
+    "the owner of a parameter does not have the least": Mutant(
+        "optim/zero/shards.py",
+        "heapq.heappop(owned)",
+        "owned.pop()",
+        "optim/zero/test_zero_partition.py -k balanced",
     ),
     "new parameters are not gathered": Mutant(
         "optim/zero/exchange.py",

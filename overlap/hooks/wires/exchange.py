@@ -105,13 +105,14 @@ class QuantizedSum:
         own = values[rank * codec.numel : (rank + 1) * codec.numel]
         sent, received = torch.empty(2, ranks, codec.message_bytes, dtype=torch.uint8, device=device).unbind()
         if has_streams(device):
-            # All parts are encoded at once, this rank's, too. Its own summand comes last.
-            summands = torch.empty(ranks, codec.numel, dtype=torch.float32, device=device)
-            summands[-1].copy_(own)
+            # All parts are encoded and decoded at once, this rank's, too, whose own summand then replaces what was
+            # decoded.
+            summand = own.clone() if keeps_errors else own
             encode(values.view(ranks, -1), sent, self._generator)
-            rows = received.unbind()
-            await all_to_all([*rows[:rank], rows[-1], *rows[rank:-1]], sent.unbind(), group=group)
-            codec.decode_rows(received[:-1], summands[:-1])
+            await all_to_all(received, sent, group=group)
+            summands = torch.empty(ranks, codec.numel, dtype=torch.float32, device=device)
+            codec.decode_rows(received, summands)
+            summands[rank].copy_(summand)
             torch.sum(summands, dim=0, out=own)
         else:
             # Nothing that is not sent. Starting with the next rank spreads the senders over the receivers.
@@ -119,7 +120,7 @@ class QuantizedSum:
             for some in others:
                 for parts, theirs in self._parts(values, some):
                     encode(parts, sent[theirs], self._generator)
-            await all_to_all(received.unbind(), sent.unbind(), group=group)
+            await all_to_all(received, sent, group=group)
             for some in others:
                 codec.add_rows(received[some], own)
         encode(own[None], received[rank : rank + 1], self._generator)

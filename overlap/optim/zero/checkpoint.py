@@ -180,7 +180,7 @@ class ShardedState:
             values = state.get(index, {})
             master = values.pop(_MASTER, None)
             if shard.has_master:
-                chunk.copy_(shard.shaped(shard.views[shard.rank]) if master is None else master.view_as(chunk))
+                chunk.copy_(shard.shaped(shard.view) if master is None else master.view_as(chunk))
             if values or (index in state and master is None):
                 loaded["state"][place] = values
         for group, values in zip(loaded["param_groups"], manifest["options"], strict=True):

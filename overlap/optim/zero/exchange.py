@@ -1,18 +1,23 @@
 """Gradients on their way to their owners, and new parameters on their way to all ranks.
 
 Per bucket of N elements a rank sends N (W-1)/W in the reduction and as much in the gather, together as much as one
-all-reduce sends; of whole parameters that holds for the sum of all buckets.
+all-reduce sends; of whole parameters that holds for the sum of all buckets. What a rank does for it, but for what it
+sends and receives, does not depend on W.
 
-Both directions are one copy into a packed buffer, one exchange of its segments, and one copy out of it. The exchange is
-a collective where the segments are of one length and the backend has one that sends no more; else it is messages.
+[Note: chunks]
+
+Where the device has streams, the chunks of all parameters are packed by one operator, as rows of one length for each
+rank, and one collective sends the rows (see [Note: segments] in :mod:`overlap.hooks.segments`). Rows are unpacked by
+one operator, too, and by one more for parameters whose last chunks are short. A bucket of one parameter whose chunks
+are such rows already is sent in place. Whole parameters are sent from their own memory, all of a bucket as one group of
+reductions, or of broadcasts: rows that are as long as the longest would be sent mostly empty.
 
 [Note: messages]
 
-On Gloo a large piece is sent from its own memory and, in the gather, received in the memory where it belongs, so it is
-never copied: on a CPU all copies compete for memory bandwidth, and workspace would cost more than dividing the state
-saves. Small pieces are packed, since each message has a cost of its own. Where the device has streams, all pieces are:
-copying is cheap there next to sending, and pieces begin anywhere (see [Note: segments] in
-:mod:`overlap.hooks.segments`).
+On a CPU a large piece is sent from its own memory and, in the gather, received in the memory where it belongs, so it is
+never copied: all copies compete for memory bandwidth, and workspace would cost more than dividing the state saves.
+Small pieces are packed, since each message has a cost of its own. Gloo's own reduce-scatter sends as much as an
+all-reduce, and its all-gather copies the result.
 
 [Note: parts of a gather]
 
@@ -26,17 +31,17 @@ on every rank.
 
 A collective needs a packed copy of the bucket. DDP's first pass has one bucket of the whole model, and that copy would
 be the largest of the run. So a single large bucket is reduced in parts, one after another; where other buckets follow,
-the link would rest between parts. On Gloo see [Note: rows of a sum] in :mod:`overlap._torch.c10d`. Gathers without a
-stage, which know no buckets, have the same parts.
+the link would rest between parts. For messages see [Note: rows of a sum] in :mod:`overlap._torch.c10d`. Gathers without
+a stage, which know no buckets, have the same parts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,9 +50,9 @@ from torch import Tensor
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
-from overlap.hooks.collectives import add_messages
+from overlap.hooks.collectives import Operation, add_messages, broadcast_each, reduce_each
 from overlap.hooks.engine.wavefront import Item
-from overlap.hooks.segments import round_up, segment_multiple
+from overlap.hooks.segments import can_be_sent, round_up, segment_multiple
 from overlap.optim.zero.shards import Shard
 
 __all__ = ["BucketShards", "Exchange", "Gather", "in_elements", "parts_by_need", "reduced"]
@@ -66,116 +71,62 @@ _AT_ONCE_BYTES_ON_STREAMS = 2**28
 
 
 class BucketShards:
-    """Cuts the buffers of a bucket into the pieces that each rank owns.
+    """The parameters of a bucket and their chunks.
 
-    *Flat* is a buffer of parameter after parameter, as DDP's bucket. *Packed* is one of rank after rank, of sharded
-    parameters alone: a rank's pieces are one segment, of one length if a collective can send it.
+    *Flat* is a buffer of parameter after parameter, as DDP's bucket. *Packed* has a row for each rank, of its chunks of
+    all sharded parameters that are divided: see [Note: chunks].
 
     Args:
         shards: of each parameter of the bucket; ``None`` of one that is not sharded.
         numels: of each parameter.
-        rank: this one.
-        packs_all: whether all pieces are in the packed buffer; if not, large ones travel by themselves.
     """
 
-    def __init__(
-        self, shards: Sequence[Shard | None], numels: Sequence[int], rank: int, *, packs_all: bool = True
-    ) -> None:
-        self._by_place, self._numels, self._packs_all, self.rank = shards, numels, packs_all, rank
+    def __init__(self, shards: Sequence[Shard | None], numels: Sequence[int]) -> None:
+        self._by_place, self._numels = shards, list(numels)
         self._shards = [shard for shard in shards if shard is not None]
-        self.like = self._shards[0].parameter
-        """One of the parameters."""
+        first = self._shards[0]
+        self.rank, self.ranks, self.on_streams = first.rank, first.ranks, first.on_streams
         self.numel = sum(shard.parameter.numel() for shard in self._shards)
         """How many elements the sharded parameters have."""
+        self.flats = [shard.flat for shard in self._shards]
+        """The sharded parameters' own memory."""
         self.own_parameters = [shard.parameter for shard in self._shards if shard.own is not None]
         """Those of which this rank's optimizer has a part, which may be empty."""
-        self._has_whole = any(shard.is_whole and shard.parameter.dim() for shard in self._shards)
-        self.is_even = packs_all and not self._has_whole
-        """Whether the segments are of one length, so that a collective can send them."""
-        ranks = range(len(self._shards[0].ranges))
-        self.peers = [other for other in ranks if other != rank]
         # Where this rank's part of each parameter is in a flat buffer, and parameters that are not sharded.
         self._own_slices: list[slice | None] = []
         self._rest_slices: list[slice] = []
-        # The pieces of a flat buffer in its order; those of each rank that are packed, by their place among these and
-        # in the parameters' own memory; and those that are not packed.
-        self._piece_numels: list[int] = []
-        small: list[list[tuple[int, Tensor]]] = [[] for _ in ranks]
-        large: list[list[slice]] = [[] for _ in ranks]
-        self._large_parameters: list[list[Tensor]] = [[] for _ in ranks]
         for shard, start, numel in zip(shards, itertools.accumulate(numels, initial=0), numels, strict=False):
-            if shard is None:
-                self._own_slices.append(None)
+            own = None if shard is None else slice(start + shard.range[0], start + shard.range[1])
+            self._own_slices.append(own)
+            if own is None:
                 self._rest_slices.append(slice(start, start + numel))
-                self._piece_numels.append(numel)
-                continue
-            self._own_slices.append(slice(start + shard.range[0], start + shard.range[1]))
-            for owner in sorted(ranks, key=shard.ranges.__getitem__):
-                first, last = shard.ranges[owner]
-                if first == last:
-                    continue
-                if last - first >= _LARGE_NUMEL and not packs_all:
-                    large[owner].append(slice(start + first, start + last))
-                    self._large_parameters[owner].append(shard.views[owner])
-                else:
-                    small[owner].append((len(self._piece_numels), shard.views[owner]))
-                self._piece_numels.append(last - first)
-        pairs = zip(self._own_slices, shards, strict=True)
-        self._owned_slices = [own for own, shard in pairs if own and shard and shard.own is not None]
-        self._packed = [place for pieces in small for place, _ in pieces]
-        self.parameter_pieces = [view for pieces in small for _, view in pieces]
-        """The parameters' own memory, in packed order."""
-        firsts = [0, *itertools.accumulate(map(len, small))]
-        self.own_packed = slice(firsts[rank], firsts[rank + 1])
-        """Where this rank's pieces are among those that are packed."""
-        self.segments: list[slice] = []
-        """Where each rank's segment is in a packed buffer."""
-        # The segments without their padding; the sizes of the pieces and paddings of a packed buffer, and the places of
-        # the pieces among these.
-        self._filled: list[slice] = []
-        self._part_numels: list[int] = []
-        self._parts: list[int] = []
-        self.packed_numel = 0
-        multiple = segment_multiple(self.like.device)  # See [Note: segments] in :mod:`overlap.hooks.segments`.
-        filled_numels = [sum(view.numel() for _, view in pieces) for pieces in small]
-        for pieces, filled_numel in zip(small, filled_numels, strict=True):
-            start, numel = self.packed_numel, round_up(max(filled_numels) if self.is_even else filled_numel, multiple)
-            self.packed_numel += numel
-            self.segments.append(slice(start, self.packed_numel))
-            self._filled.append(slice(start, start + filled_numel))
-            self._parts += range(len(self._part_numels), len(self._part_numels) + len(pieces))
-            self._part_numels += [*(view.numel() for _, view in pieces), numel - filled_numel]
-        row_numel = max(1, self.packed_numel)
-        if not has_streams(self.like.device):
-            row_numel = max(_LARGE_NUMEL, _ROW_BYTES // max(1, len(self.peers)) // self.like.element_size())
-        self._large_rows = [[row for one in own for row in _rows(one, row_numel)] for own in large]
-        self._packed_rows = [_rows(filled, row_numel) for filled in self._filled]
+        self._owned_slices = [
+            own for own, shard in zip(self._own_slices, shards, strict=True) if own and shard and shard.own is not None
+        ]
+        # The sharded parameters that are not empty, by their places: those that are divided, and the others.
+        present = [(place, shard) for place, shard in enumerate(self._shards) if shard.parameter.numel()]
+        self._divided = [(place, shard) for place, shard in present if shard.owner is None]
+        self.whole = [(place, shard.owner) for place, shard in present if shard.owner is not None]
+        """The places, among the sharded parameters, of those that have one owner, and the owners."""
+        # The lengths of the pieces of a row, and of this rank's, padding included. See [Note: chunks].
+        self._sizes = [shard.chunk_numel for _, shard in self._divided]
+        self._own_sizes: list[int] = []
+        for length, (_, shard) in zip(self._sizes, self._divided, strict=True):
+            self._own_sizes += [shard.view.numel(), length - shard.view.numel()]
+        self._row_numel = round_up(sum(self._sizes), segment_multiple(first.parameter.device))
+        self._padding = self._row_numel - sum(self._sizes)
+        if self._padding:
+            self._sizes.append(self._padding)
+            self._own_sizes.append(self._padding)
 
     def __iter__(self) -> Iterator[Shard]:
         """The shards in the bucket's order, without the parameters that are not sharded."""
         return iter(self._shards)
 
-    def packed_of(self, flat: Tensor) -> list[Tensor]:
-        """The pieces of a flat buffer that are packed, in packed order."""
-        return list(map(flat.split_with_sizes(self._piece_numels).__getitem__, self._packed))
-
-    def cut_packed(self, packed: Tensor) -> list[Tensor]:
-        """The pieces of a packed buffer."""
-        return list(map(packed.split_with_sizes(self._part_numels).__getitem__, self._parts))
-
-    def new_parameters(self, owner: int, packed: Tensor) -> list[Tensor]:
-        """What ``owner`` sends in a gather, from and to the parameters' own memory where it is not packed."""
-        small = packed[self._filled[owner]]
-        return [*self._large_parameters[owner], *([small] if small.numel() else [])]
-
-    def messages(self, owner: int, flat: Tensor, packed: Tensor) -> list[Tensor]:
-        """What is sent to ``owner`` in a sum. See [Note: rows of a sum] in :mod:`overlap._torch.c10d`."""
-        large = map(flat.__getitem__, self._large_rows[owner])
-        return [*large, *map(packed.__getitem__, self._packed_rows[owner])]
-
-    def others_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Those of ``pieces``, in packed order, that other ranks own."""
-        return [*pieces[: self.own_packed.start], *pieces[self.own_packed.stop :]]
+    def gradients_of_all(self, flat: Tensor) -> list[Tensor]:
+        """The gradient of each sharded parameter in a flat buffer."""
+        pieces = flat.split_with_sizes(self._numels)
+        return [piece for piece, shard in zip(pieces, self._by_place, strict=True) if shard is not None]
 
     def rest(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat buffer that belong to parameters which are not sharded."""
@@ -190,19 +141,79 @@ class BucketShards:
         sharded."""
         return tuple([None if own is None else flat[own] for own in self._own_slices])
 
+    # On streams: see [Note: chunks]. `tensors` are the flat memory of the sharded parameters, or of their gradients.
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Room for packed chunks, ``tensors`` themselves if they are such; ``None`` without divided parameters."""
+        if not self._divided:
+            return None
+        like = tensors[self._divided[0][0]]
+        if len(self._divided) == 1 and like.numel() == self.ranks * self._row_numel and can_be_sent(like):
+            return like.view(self.ranks, self._row_numel)
+        return like.new_empty(self.ranks, self._row_numel)
+
+    def _are_in(self, rows: Tensor, tensors: Sequence[Tensor]) -> bool:
+        return rows.data_ptr() == tensors[self._divided[0][0]].data_ptr()
+
+    def pack(self, tensors: Sequence[Tensor], rows: Tensor) -> None:
+        """Copy the chunks of all ranks to ``rows``."""
+        if not self._are_in(rows, tensors):
+            padding = [rows.new_empty(self.ranks * self._padding)] if self._padding else []
+            chunks = [*(tensors[place] for place, _ in self._divided), *padding]
+            torch._chunk_cat(chunks, dim=0, num_chunks=self.ranks, out=rows)
+
+    def own_chunks(self, tensors: Sequence[Tensor], rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's chunks of ``tensors``, and their places in ``rows``; none where these are the same."""
+        if self._are_in(rows, tensors):
+            return [], []
+        chunks = [tensors[place][slice(*shard.range)] for place, shard in self._divided]
+        return chunks, list(rows[self.rank].split_with_sizes(self._own_sizes)[: 2 * len(chunks) : 2])
+
+    def unpack(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy the chunks of all ranks from ``rows``."""
+        if self._are_in(rows, tensors):
+            return
+        chunks, short, rooms = [], [], []
+        for (place, _), length in zip(self._divided, self._sizes, strict=False):
+            tensor = tensors[place]
+            if tensor.numel() != self.ranks * length:
+                short.append(tensor)
+                room = rows.new_empty(self.ranks * length)
+                rooms.append(room[: tensor.numel()])
+                tensor = room
+            chunks.append(tensor.view(self.ranks, length))
+        if self._padding:
+            chunks.append(rows.new_empty(self.ranks, self._padding))
+        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=chunks)
+        copy_all(short, rooms)
+
+    # As messages: see [Note: messages].
+
+    def by_owner(self, tensors: Sequence[Tensor]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+        """The parts of ``tensors`` that each rank owns, large and small ones."""
+        found: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        parts: list[tuple[int, Tensor]] = []
+        for place, owner in self.whole:
+            parts.append((owner, tensors[place]))
+        for place, shard in self._divided:
+            parts += enumerate(tensors[place].split(shard.chunk_numel))
+        for owner, part in parts:
+            found.setdefault(owner, ([], []))[part.numel() < _LARGE_NUMEL].append(part)
+        return found
+
+    # In parts.
+
     @cached_property
     def parts(self) -> list[BucketShards]:
         """The bucket in parts, the last parameters first. See [Note: parts of a gather]."""
-        if self._has_whole:
+        if self.whole:
             return [self]
-        on_streams = has_streams(self.like.device)
-        return [part for part, _ in self._cut(_LEAST_BYTES_ON_STREAMS if on_streams else _LEAST_BYTES)]
+        return [part for part, _ in self._cut(_LEAST_BYTES_ON_STREAMS if self.on_streams else _LEAST_BYTES)]
 
     @cached_property
-    def in_turn(self) -> list[tuple[BucketShards, slice]]:
+    def first_pass_chunks(self) -> list[tuple[BucketShards, slice]]:
         """The bucket in parts with their places in a flat buffer. See [Note: reduced in turn]."""
-        on_streams = has_streams(self.like.device)
-        return self._cut(_AT_ONCE_BYTES_ON_STREAMS if on_streams else _AT_ONCE_BYTES)
+        return self._cut(_AT_ONCE_BYTES_ON_STREAMS if self.on_streams else _AT_ONCE_BYTES)
 
     def _cut(self, least_bytes: int) -> list[tuple[BucketShards, slice]]:
         sizes_bytes = [0 if shard is None else shard.parameter.nbytes for shard in self._by_place]
@@ -211,17 +222,9 @@ class BucketShards:
             return [(self, slice(None))]
         starts = [0, *itertools.accumulate(self._numels)]
         return [
-            (
-                BucketShards(self._by_place[some], self._numels[some], self.rank, packs_all=self._packs_all),
-                slice(starts[some.start], starts[some.stop]),
-            )
+            (BucketShards(self._by_place[some], self._numels[some]), slice(starts[some.start], starts[some.stop]))
             for some in places
         ]
-
-
-def _rows(of: slice, row_numel: int) -> list[slice]:
-    """``of`` in rows of at most so many elements."""
-    return [slice(start, min(of.stop, start + row_numel)) for start in range(of.start, of.stop, row_numel)]
 
 
 def parts_by_need(sizes_bytes: Sequence[int], least_bytes: int) -> list[slice]:
@@ -271,16 +274,31 @@ class Gather(Item):
     shards: BucketShards
 
 
+async def _each(
+    operation: Callable[..., Operation], tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
+) -> None:
+    """``operation`` on each whole tensor and its owner; by a copy of one that a collective does not take as it is."""
+    whole = [tensors[place] for place, _ in shards.whole]
+    sent = [one if can_be_sent(one) else one.clone() for one in whole]
+    await operation([(one, owner) for one, (_, owner) in zip(sent, shards.whole, strict=True)], group=group)
+    copied = [place for place, one in enumerate(sent) if one is not whole[place]]
+    copy_all([whole[place] for place in copied], [sent[place] for place in copied])
+
+
+class _Share(NamedTuple):
+    """What one rank owns of a bucket: see [Note: messages]."""
+
+    messages: list[Tensor]
+    """The large parts, and room for the small ones."""
+    small: list[Tensor]
+    packed: Sequence[Tensor]
+    """The places of the small ones in that room."""
+
+
 class Exchange:
-    """How the ranks of a group exchange gradients and parameters.
+    """How the ranks of a group exchange gradients and parameters."""
 
-    Args:
-        sends_directly: whether to send messages instead of collectives: on Gloo, whose reduce-scatter sends as much as
-            an all-reduce, and whose all-gather copies its result. Segments of unequal lengths always are messages.
-    """
-
-    def __init__(self, *, sends_directly: bool) -> None:
-        self.sends_directly = sends_directly
+    def __init__(self) -> None:
         # Flat buffers, kept from bucket to bucket and step to step: on a CPU the first use of fresh memory takes longer
         # than the copy into it. Accelerators have a caching allocator, which also knows about streams.
         self._free: list[Tensor] = []
@@ -290,64 +308,101 @@ class Exchange:
         # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
         self.trim()
         found = [next((each[id(p)] for each in known if id(p) in each), None) for p in parameters]
-        rank = next((shard.rank for shard in found if shard is not None), None)
-        if rank is None:
+        if all(shard is None for shard in found):
             return None
-        return BucketShards(found, [p.numel() for p in parameters], rank, packs_all=not self.sends_directly)
+        return BucketShards(found, [p.numel() for p in parameters])
 
     async def reduce(self, bucket: Bucket, shards: BucketShards | None) -> None:
         """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,
         divided. Parameters that are not sharded are averaged on every rank: all, where ``shards`` is ``None``."""
-        if shards is None:
-            bucket.buffer.mul_(1 / bucket.divisor)
-            await all_reduce(bucket.buffer, group=bucket.group)
-            return
         # As in DDP, each rank divides before the sum, which keeps half precision in range.
         bucket.buffer.mul_(1 / bucket.divisor)
-        is_alone = bucket.index == 0 and bucket.is_last and not self.sends_directly
-        for part, place in shards.in_turn if is_alone else [(shards, slice(None))]:
+        if shards is None:
+            await all_reduce(bucket.buffer, group=bucket.group)
+            return
+        is_alone = bucket.index == 0 and bucket.is_last and shards.on_streams
+        for part, place in shards.first_pass_chunks if is_alone else [(shards, slice(None))]:
             if part.numel:
-                await self._reduce(bucket.buffer[place], part, bucket.group)
+                reduce = self._reduce_rows if part.on_streams else self._reduce_by_messages
+                await reduce(part.gradients_of_all(bucket.buffer[place]), part, bucket.group)
         if rest := shards.rest(bucket.buffer):
             flat = torch.cat(rest)
             await all_reduce(flat, op=dist.ReduceOp.SUM, group=bucket.group)
             copy_all(rest, flat.split_with_sizes([part.numel() for part in rest]))
 
-    async def _reduce(self, flat: Tensor, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        """Add the other ranks' gradients to the part of ``flat`` that this rank owns."""
-        room = self._take(shards.packed_numel, flat)
-        packed, own = room[: shards.packed_numel], shards.own_packed
-        pieces, packed_pieces = shards.packed_of(flat), shards.cut_packed(packed)
-        copy_all(packed_pieces, pieces)
-        if shards.is_even:
-            await reduce_scatter(packed[shards.segments[shards.rank]], packed, group=group)
-        else:
-            sends: list[tuple[Tensor, int]] = []
-            for peer in shards.peers:
-                sends += zip(shards.messages(peer, flat, packed), repeat(peer))
-            await add_messages(sends, list(zip(shards.messages(shards.rank, flat, packed))), group=group)
-        copy_all(pieces[own], packed_pieces[own])
-        self._give(room)
-
     async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
         """Send the part of the parameters that each rank owns to all ranks, which changes the parameters."""
-        if shards.numel == 0:
-            return
-        room = self._take(shards.packed_numel, shards.like)
-        packed, own = room[: shards.packed_numel], shards.own_packed
-        pieces = shards.cut_packed(packed)
-        copy_all(pieces[own], shards.parameter_pieces[own])
-        if shards.is_even:
-            await all_gather(packed, packed[shards.segments[shards.rank]], group=group)
-        else:
-            sends: list[tuple[Tensor, int]] = []
-            receives: list[tuple[Tensor, int]] = []
-            for peer in shards.peers:
-                sends += zip(shards.new_parameters(shards.rank, packed), repeat(peer))
-                receives += zip(shards.new_parameters(peer, packed), repeat(peer))
-            await send_recv(sends, receives, group=group, label="all_gather")
-        copy_all(shards.others_of(shards.parameter_pieces), shards.others_of(pieces))
+        if shards.numel:
+            gather = self._gather_rows if shards.on_streams else self._gather_by_messages
+            await gather(shards.flats, shards, group)
+
+    async def _reduce_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> None:
+        """Add the other ranks' gradients to the parts of ``tensors`` that this rank owns."""
+        if (rows := shards.rows(tensors)) is not None:
+            shards.pack(tensors, rows)
+            await reduce_scatter(rows[shards.rank], rows.view(-1), group=group)
+            copy_all(*shards.own_chunks(tensors, rows))
+        if shards.whole:
+            await _each(reduce_each, tensors, shards, group)
+
+    async def _gather_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> None:
+        """Fill the parts of ``tensors`` that other ranks own."""
+        if (rows := shards.rows(tensors)) is not None:
+            chunks, places = shards.own_chunks(tensors, rows)
+            copy_all(places, chunks)
+            await all_gather(rows.view(-1), rows[shards.rank], group=group)
+            shards.unpack(rows, tensors)
+        if shards.whole:
+            await _each(broadcast_each, tensors, shards, group)
+
+    async def _reduce_by_messages(
+        self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
+    ) -> None:
+        """As :meth:`_reduce_rows`."""
+        room, shares = self._shares(tensors, shards)
+        for share in shares.values():
+            copy_all(share.packed, share.small)
+        # See [Note: rows of a sum] in overlap._torch.c10d.
+        row_numel = max(_LARGE_NUMEL, _ROW_BYTES // max(1, shards.ranks - 1) // room.element_size())
+        own = shares.pop(shards.rank, None)
+        sends = [
+            (row, owner)
+            for owner, share in shares.items()
+            for message in share.messages
+            for row in message.split(row_numel)
+        ]
+        targets = [] if own is None else [(row,) for message in own.messages for row in message.split(row_numel)]
+        await add_messages(sends, targets, group=group)
+        if own is not None:
+            copy_all(own.small, own.packed)
         self._give(room)
+
+    async def _gather_by_messages(
+        self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
+    ) -> None:
+        """As :meth:`_gather_rows`."""
+        room, shares = self._shares(tensors, shards)
+        sends: list[tuple[Tensor, int]] = []
+        if (own := shares.pop(shards.rank, None)) is not None:
+            copy_all(own.packed, own.small)
+            peers = (*range(shards.rank), *range(shards.rank + 1, shards.ranks))
+            sends = list(itertools.product(own.messages, peers))
+        receives = [(message, owner) for owner, share in shares.items() for message in share.messages]
+        await send_recv(sends, receives, group=group, label="all_gather")
+        for share in shares.values():
+            copy_all(share.small, share.packed)
+        self._give(room)
+
+    def _shares(self, tensors: Sequence[Tensor], shards: BucketShards) -> tuple[Tensor, dict[int, _Share]]:
+        """What each rank owns of ``tensors``, and the room that they share."""
+        found = shards.by_owner(tensors)
+        numels = [list(map(Tensor.numel, small)) for _, small in found.values()]
+        sizes = list(map(sum, numels))
+        room, shares = self._take(sum(sizes), tensors[0]), {}
+        rooms = room[: sum(sizes)].split_with_sizes(sizes)
+        for (owner, (large, small)), part, of_small in zip(found.items(), rooms, numels, strict=True):
+            shares[owner] = _Share([*large, part] if small else large, small, part.split_with_sizes(of_small))
+        return room, shares
 
     def _take(self, numel: int, like: Tensor) -> Tensor:
         """A flat tensor of at least ``numel`` elements with undefined values, of the dtype and device of ``like``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from overlap._checks import check_flag, check_group, described, is_one_of, told
 from overlap._torch import classes
-from overlap._torch.c10d import backend_name
-from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all, sum_of_bits
 from overlap._torch.optimizer import (
     has_post_hooks,
@@ -51,9 +49,9 @@ from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
 from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
-from overlap.optim.zero.shards import Partition, Shard, copy_options, flatten, publish
+from overlap.optim.zero.shards import Owners, Shard, copy_from_masters, copy_options, flatten
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
-from overlap.ranks.board import Agreement, group_all_reduce, group_broadcast, of_all_ranks
+from overlap.ranks.board import Agreement, are_alike, group_all_reduce, group_broadcast, of_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -87,7 +85,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ``torch.float32`` for ``bfloat16`` parameters.
         **defaults: arguments of ``optimizer_class``.
 
-    Communication: at construction one gather of a few bytes per parameter on ``process_group``, to compare the ranks.
+    Communication: at construction one all-reduce of two numbers on ``process_group``, to compare the ranks.
 
     Raises:
         ConfigurationError: an argument is wrong, or the ranks have different parameters.
@@ -169,7 +167,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 )
             self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
             self.partition = partition or unit
-            self._division = Partition(self.partition, self.world_size)
+            self._owners = Owners(self.world_size)
             self.shards: dict[int, Shard] = {}
             """The shard of each parameter in the groups, by ``id`` of the parameter, in the groups' order."""
             self._shard(self.param_groups, agreement)
@@ -177,8 +175,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self.overlap_with_ddp = overlap_with_ddp
         self._stepper = SubsetStepper(self.optim)
-        sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
-        self.exchange = Exchange(sends_directly=sends_directly and not has_streams(self.join_device))
+        self.exchange = Exchange()
         self.has_joined = False
         """Whether this rank issues the collectives of a step after its last input, under a ``Join``."""
         # By ``id`` of a shard, how many values its state had when they were checked.
@@ -261,7 +258,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     @property
     def state(self) -> Any:
         """This rank's part of the state; the keys are the whole parameters. See :class:`StateView`."""
-        return StateView(self)
+        return StateView(self.optim.state, self.shards, self.consolidated.clear, self.prepare_to_load)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
@@ -303,7 +300,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     def _shard(self, groups: Sequence[Mapping[str, Any]], agreement: Agreement) -> None:
         """Make the shards of ``groups``, the last ones.
 
-        Communication: one gather of a few bytes per parameter.
+        Communication: one all-reduce of two numbers.
 
         Raises:
             ConfigurationError: a parameter is there twice, or the ranks have different ones, or there are two devices.
@@ -327,21 +324,24 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         for p, (place, name) in added.items():
             frozen = "" if p.requires_grad else ", frozen"
             mine.append(f"{name} (group {place}) is {tuple(p.shape)} {p.dtype} of strides {p.stride()}{frozen}")
-        everyone = of_all_ranks(mine, self.process_group)
-        for rank, theirs in enumerate(everyone):
-            for other, first in zip_longest(theirs, everyone[0], fillvalue="no further parameter"):
-                if other != first:
-                    raise ConfigurationError(
-                        f"ranks have different parameters or options: {other} on rank {rank}, {first} on rank 0"
-                    )
-        pools: list[Hashable] = [p.requires_grad for p in added]
-        if not self._division.is_whole:
-            pools = [(place, p.dtype, p.requires_grad) for p, (place, _) in added.items()]
-        for (p, (_, name)), ranges in zip(added.items(), self._division.assign(list(added), pools), strict=True):
-            # Of one element without dimensions, state per element and per parameter look alike.
-            is_whole = self._division.is_whole or p.dim() == 0
-            dtype = self._stepped_dtype(p)
-            self.shards[id(p)] = Shard(p, ranges, self.rank, name=name, is_whole=is_whole, dtype=dtype)
+        if not are_alike(mine, self.process_group, next(iter(added)).device):
+            everyone = of_all_ranks(mine, self.process_group)
+            for rank, theirs in enumerate(everyone):
+                for other, first in zip_longest(theirs, everyone[0], fillvalue="no further parameter"):
+                    if other != first:
+                        raise ConfigurationError(
+                            f"ranks have different parameters or options: {other} on rank {rank}, {first} on rank 0"
+                        )
+        owners = self._owners.assign(list(added)) if self.partition == "parameter" else {}
+        for p, (_, name) in added.items():
+            self.shards[id(p)] = Shard(
+                p,
+                name=name,
+                dtype=self._stepped_dtype(p),
+                rank=self.rank,
+                ranks=self.world_size,
+                owner=owners.get(id(p)),
+            )
         self.version = object()
 
     def _chunks_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -419,7 +419,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 check_divisible(self.optim, shard, state.get(own, {}), own.shape)
                 sizes[id(shard)] = len(state.get(own, ()))
         if masters:
-            publish(masters)
+            copy_from_masters(masters)
 
     def finish(self, **arguments: Any) -> None:
         """End a step: the groups, as its parts have left them, are then the same on all ranks."""
@@ -471,7 +471,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         with nullcontext() if stage is None else stage.lifecycle.gradients.opened():
             self.begin()  # Parameters may have been moved since backward.
             if is_lent:
-                pending, gradients = _lent_gradients(self)
+                pending, gradients = _broadcast_gradients(self)
             elif stage is not None and stage.lifecycle.is_replay:
                 held, stage.held = stage.held, {}  # DDP sets no .grad on a rank that replays.
                 pending, gradients = list(held), list(held.values())
@@ -529,7 +529,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             for shard in shards:
                 by_dtype[shard.parameter.dtype].append(shard.parameter)
             found = [self.exchange.shards_of(parameters, self.shards) for parameters in by_dtype.values()]
-            self._buckets = [part for bucket in found if bucket is not None for part, _ in bucket.in_turn]
+            self._buckets = [part for bucket in found if bucket is not None for part, _ in bucket.first_pass_chunks]
             self._bucketed = bucketed
         gathers = [Gather(index=place, shards=bucket) for place, bucket in enumerate(self._buckets)]
         executor = executor_for(self.process_group, self.join_device)
@@ -814,7 +814,7 @@ class _ZeroJoinHook(JoinHook):
         self._zero.wait()
 
 
-def _lent_gradients(zero: ZeroRedundancyOptimizer) -> tuple[list[Tensor], list[Tensor]]:
+def _broadcast_gradients(zero: ZeroRedundancyOptimizer) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters to step and this rank's parts of their averaged gradients, under PyTorch's ``Join``, which leaves
     no ``.grad`` on a rank that has run out of inputs: the first rank with inputs left broadcasts its own.
 

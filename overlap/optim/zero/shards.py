@@ -1,16 +1,17 @@
-"""Which rank owns which elements of every parameter, as ranges and as tensors.
+"""Which rank owns which elements of every parameter, and this rank's part as a tensor.
 
 [Note: ownership]
 
-A parameter is cut into one range of elements per rank, in the order of its memory. Ranges depend only on the sizes of
-the parameters and on the number of ranks, never on DDP's buckets, which can be rebuilt.
+A rank's part of a parameter is a chunk of its elements in the order of its memory, by a formula of the parameter's size
+and the number of ranks, never of DDP's buckets, which can be rebuilt. So no rank lists what the others own.
 
-By *element*, every rank owns an equal part of every parameter. Ranges start at multiples of 128 bytes: CPU kernels take
-two vectors of at most 64 bytes at a time, and the rest at the end of a tensor one element at a time, which rounds
-differently in 16-bit types. So each element is treated as it would be in the whole tensor, and results equal those of
-the plain optimizer bit for bit (with one thread: several cut a long tensor anywhere). The rest goes to the ranks that
-own least so far. By *parameter*, one rank owns all of a parameter; the largest are given first, each to the rank that
-owns least so far. Frozen parameters have no state, so they are balanced by themselves.
+By *element*, every rank has one chunk of every parameter, of equal length but for the last ones. On a CPU chunks start
+at multiples of 128 bytes: kernels take two vectors of at most 64 bytes at a time, and the rest at the end of a tensor
+one element at a time, which rounds differently in 16-bit types. So each element is treated as it would be in the whole
+tensor, and results equal those of the plain optimizer bit for bit (with one thread: several cut a long tensor
+anywhere). Accelerators treat all elements alike, and chunks are those of ``torch._chunk_cat``. By *parameter*, one rank
+owns all of a parameter: the largest are given first, each to the rank that owns least so far. Frozen parameters have no
+state, so they are balanced by themselves.
 
 [Note: versions of sharded parameters]
 
@@ -22,8 +23,8 @@ between backward and ``step()`` a version changes only where the training loop w
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap.errors import TrainingLoopError, UnsupportedError
 
-__all__ = ["Partition", "Range", "Shard", "copy_options", "flatten", "options_of", "publish"]
+__all__ = ["Owners", "Range", "Shard", "chunk", "copy_from_masters", "copy_options", "flatten", "options_of"]
 
 _BLOCK_BYTES = 128
 # The keys of a group that are not hyperparameters.
@@ -42,97 +43,93 @@ _NOT_OPTIONS = ("params", "param_names")
 Range = tuple[int, int]
 
 
-class Partition:
-    """Assigns elements to ``ranks`` by ``unit``, ``"element"`` or ``"parameter"``. See [Note: ownership]."""
+def chunk(numel: int, itemsize: int, *, on_streams: bool, rank: int, ranks: int) -> Range:
+    """The elements that ``rank`` owns of ``numel`` that are divided among ``ranks``. See [Note: ownership].
 
-    def __init__(self, unit: str, ranks: int) -> None:
-        self.is_whole = unit == "parameter"
-        """Whether a parameter is never cut."""
-        self._ranks = range(ranks)
-        # Bytes that each rank owns, by pool.
-        self._owned: defaultdict[Hashable, list[int]] = defaultdict(lambda: [0] * ranks)
+    >>> [chunk(100, 4, on_streams=False, rank=rank, ranks=3) for rank in range(3)]
+    [(0, 64), (64, 100), (100, 100)]
+    """
+    block_numel = 1 if on_streams else max(1, _BLOCK_BYTES // itemsize)
+    each = -(-numel // (block_numel * ranks)) * block_numel
+    return min(numel, rank * each), min(numel, (rank + 1) * each)
 
-    def assign(self, parameters: Sequence[Tensor], pools: Sequence[Hashable]) -> list[tuple[Range, ...]]:
-        """One range per rank for each parameter. Those of one pool, whose state has the same size per element, are
-        balanced among themselves."""
-        if not self.is_whole:
-            return list(map(self._cut, parameters, pools))
-        largest_first = sorted(range(len(parameters)), key=lambda place: -parameters[place].nbytes)
-        ranges = {place: self._give(parameters[place], pools[place]) for place in largest_first}
-        return [ranges[place] for place in range(len(parameters))]
 
-    def _give(self, parameter: Tensor, pool: Hashable) -> tuple[Range, ...]:
-        owned = self._owned[pool]
-        owner = min(self._ranks, key=lambda rank: (owned[rank], rank))
-        owned[owner] += parameter.nbytes
-        return tuple((0, parameter.numel()) if rank == owner else (0, 0) for rank in self._ranks)
+class Owners:
+    """Gives whole parameters to ``ranks``. See [Note: ownership]."""
 
-    def _cut(self, parameter: Tensor, pool: Hashable) -> tuple[Range, ...]:
-        numel, itemsize, owned = parameter.numel(), parameter.element_size(), self._owned[pool]
-        block_numel = max(1, _BLOCK_BYTES // itemsize)
-        blocks = -(-numel // block_numel)
-        each, extra = divmod(blocks, len(self._ranks))
-        ranges: list[Range] = [(numel, numel)] * len(self._ranks)
-        start, given = 0, 0
-        # The ranks that own least come first, where the larger ranges are.
-        for place, rank in enumerate(sorted(self._ranks, key=lambda rank: (owned[rank], rank))):
-            given += each + (place < extra)
-            end = numel if given == blocks else given * block_numel
-            ranges[rank] = (start, end)
-            owned[rank] += (end - start) * itemsize
-            start = end
-        return tuple(ranges)
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        # Heaps of the ranks that own something, with the bytes of it, of trained and of frozen parameters.
+        self._owned: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+
+    def assign(self, parameters: Sequence[Tensor]) -> dict[int, int]:
+        """The owner of each of ``parameters``, by their ``id``."""
+        owners: dict[int, int] = {}
+        for parameter in sorted(parameters, key=lambda parameter: -parameter.nbytes):
+            owned = self._owned[parameter.requires_grad]
+            owned_bytes, owner = heapq.heappop(owned) if len(owned) == self._ranks else (0, len(owned))
+            heapq.heappush(owned, (owned_bytes + parameter.nbytes, owner))
+            owners[id(parameter)] = owner if parameter.numel() else 0
+        return owners
 
 
 class Shard:
     """One parameter, flat in the order of its memory, and the part of it that this rank's optimizer steps.
 
     ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. In another ``dtype``
-    it is a master, a copy that :func:`publish` rounds into the parameter. It is ``None`` if the optimizer sees whole
-    tensors and another rank owns this one.
+    it is a master, a copy that :func:`copy_from_masters` rounds into the parameter. It is ``None`` if the optimizer
+    sees whole tensors and another rank owns this one.
+
+    Args:
+        parameter: whose memory has no gaps.
+        name: in messages.
+        dtype: in which the optimizer steps.
+        rank, ranks: this one, and how many there are.
+        owner: the rank that owns all of it; ``None`` if it is divided.
     """
 
     def __init__(
-        self,
-        parameter: Tensor,
-        ranges: tuple[Range, ...],
-        rank: int,
-        *,
-        name: str,
-        is_whole: bool,
-        dtype: torch.dtype,
+        self, parameter: Tensor, *, name: str, dtype: torch.dtype, rank: int, ranks: int, owner: int | None
     ) -> None:
         if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             raise UnsupportedError(
                 f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has gaps or overlaps in "
                 "memory, so it cannot be cut into chunks: make it .contiguous()"
             )
-        self.parameter = parameter
-        self.name = name
-        self.ranges = ranges
-        self.rank = rank
-        self.is_whole = is_whole
-        flat = flatten(parameter.data)
-        self.views = tuple(flat[start:end] for start, end in ranges)
-        """The parameter's own memory, cut by rank. See [Note: versions of sharded parameters]."""
+        self.parameter, self.name, self.dtype = parameter, name, dtype
+        self.rank, self.ranks, self.owner = rank, ranks, owner
+        self.on_streams = has_streams(parameter.device)
+        """Whether it is cut, and sent, as on an accelerator."""
+        # Of one element without dimensions, state per element and per parameter look alike.
+        self.is_whole = owner is not None or parameter.dim() == 0
+        """Whether the optimizer sees all of it."""
+        self.range = self.range_of(rank)
+        """This rank's elements."""
+        self.chunk_numel = self.range_of(0)[1]
+        """How many the ranks own, but for the last ones; of a parameter that is divided."""
+        self.flat = flatten(parameter.data)
+        """The parameter's own memory. See [Note: versions of sharded parameters]."""
+        self.view = self.flat[slice(*self.range)]
+        """This rank's part of it."""
         self.strides = parameter.stride()
         """The parameter's strides when it was cut: the order of its elements in memory."""
         self.pointer = parameter.data_ptr()
         """Where its memory was then."""
-        self.dtype = dtype
-        """The dtype in which the optimizer steps."""
         self.has_master = dtype != parameter.dtype
         self.own: Tensor | None = None
-        if not is_whole or rank == max(range(len(ranges)), key=lambda other: ranges[other][1] - ranges[other][0]):
+        if not self.is_whole or rank == (owner or 0):
             # A tensor of its own, since the optimizer may ask whether it requires a gradient, and gathers write views.
-            view = self.shaped(self.views[rank]).detach()
+            view = self.shaped(self.view).detach()
             self.own = view.to(self.dtype) if self.has_master else view
             self.own.requires_grad_(parameter.requires_grad)
 
-    @property
-    def range(self) -> Range:
-        """This rank's elements."""
-        return self.ranges[self.rank]
+    def range_of(self, rank: int) -> Range:
+        """The elements that ``rank`` owns."""
+        numel = self.parameter.numel()
+        if self.owner is not None:
+            return (0, numel) if rank == self.owner else (0, 0)
+        itemsize = self.parameter.element_size()
+        return chunk(numel, itemsize, on_streams=self.on_streams, rank=rank, ranks=self.ranks)
 
     def shaped(self, piece: Tensor) -> Tensor:
         """This rank's flat piece in the shape in which the optimizer sees it."""
@@ -174,26 +171,25 @@ class Shard:
             return
         # Take over elements that other code has changed. By value, since not every edit raises a version; an element
         # that the master still rounds to was not changed, and the master is more exact.
-        before, view = self.own.to(self.parameter.dtype), self.shaped(self.views[self.rank])
+        before, view = self.own.to(self.parameter.dtype), self.shaped(self.view)
         if has_streams(view.device) or not torch.equal(view, before):
             self.own.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
 
     def follow(self) -> None:
         """Cut the parameter again, in the memory where it is now; a master and the state stay as they are."""
         # By `.data`, as the parameter itself was moved: values are the same, so the version must not change.
-        flat = flatten(self.parameter.data)
-        for view, (start, end) in zip(self.views, self.ranges, strict=True):
-            view.data = flat[start:end]
+        self.flat.data = flatten(self.parameter.data)
+        self.view.data = self.flat[slice(*self.range)]
         if self.own is not None and not self.has_master:
-            self.own.data = self.shaped(self.views[self.rank])
+            self.own.data = self.shaped(self.view)
         self.strides = self.parameter.stride()
         self.pointer = self.parameter.data_ptr()
 
 
-def publish(shards: Sequence[Shard]) -> None:
+def copy_from_masters(shards: Sequence[Shard]) -> None:
     """Round masters into their parameters."""
     masters = [(shard, own) for shard in shards if (own := shard.own) is not None]
-    copy_all([shard.shaped(shard.views[shard.rank]) for shard, _ in masters], [own for _, own in masters])
+    copy_all([shard.shaped(shard.view) for shard, _ in masters], [own for _, own in masters])
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.zero.shards import Shard
-
-if TYPE_CHECKING:
-    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 
 __all__ = ["PartOfState", "StateView", "check_divisible", "is_per_element", "tensors_in"]
 
@@ -147,10 +144,23 @@ class StateView(MutableMapping[Any, Any]):
     """``optimizer.state`` with whole parameters for keys. It acts on the state: an entry that is set or removed here is
     set or removed there, and one for a parameter that this rank has no part of is ignored. See [Note: surgery on the
     state].
+
+    Args:
+        inner: the state of this rank's chunks.
+        shards: by ``id`` of the whole parameter.
+        before_use: called before tensors are handed out, which may be changed in place.
+        before_change: called before entries change.
     """
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        self._zero, self._inner, self._shards = zero, zero.optim.state, zero.shards
+    def __init__(
+        self,
+        inner: MutableMapping[Any, Any],
+        shards: Mapping[int, Shard],
+        before_use: Callable[[], None],
+        before_change: Callable[[], None],
+    ) -> None:
+        self._inner, self._shards = inner, shards
+        self._before_use, self._before_change = before_use, before_change
 
     def _inner_key(self, key: Any) -> Any:
         """The key of the state itself; ``None`` for a parameter that this rank has no part of."""
@@ -172,31 +182,31 @@ class StateView(MutableMapping[Any, Any]):
             raise KeyError("another rank has the state of this parameter; look `if param in zero.state`")
         if inner_key not in self._inner:
             self[key] = {}
-        self._zero.consolidated.clear()  # Tensors that are handed out may be changed in place.
+        self._before_use()
         state, shard = self._inner[inner_key], self._shards.get(id(key))
-        return state if shard is None or shard.is_whole else _StateOfPart(state, shard, self._zero.prepare_to_load)
+        return state if shard is None or shard.is_whole else _StateOfPart(state, shard, self._before_change)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The state of ``key``, or ``default``."""
         return self.__getitem__(key) if key in self else default
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._zero.prepare_to_load()
+        self._before_change()
         shard = self._shards.get(id(key))
         if shard is not None and not shard.is_whole:
             given, value = value, {}
-            _StateOfPart(value, shard, self._zero.prepare_to_load).update(given)
+            _StateOfPart(value, shard, self._before_change).update(given)
         if (inner_key := self._inner_key(key)) is not None:
             self._inner[inner_key] = value
 
     def __delitem__(self, key: Any) -> None:
-        self._zero.prepare_to_load()
+        self._before_change()
         if self._inner.pop(self._inner_key(key), None) is None and id(key) not in self._shards:
             raise KeyError(key)
 
     def clear(self) -> None:
         """Remove all of this rank's state; the next step makes it anew, as after construction."""
-        self._zero.prepare_to_load()
+        self._before_change()
         self._inner.clear()
 
     def __repr__(self) -> str:

@@ -266,7 +266,7 @@ class ZeroStep(Update[ShardedLayout]):
         self.optimizer.update(list(held), list(held.values()), self.lifecycle.verdict)
         self.optimizer.finish()
 
-    async def publish(self, bucket: Bucket, layout: ShardedLayout) -> None:
+    async def gather_parameters(self, bucket: Bucket, layout: ShardedLayout) -> None:
         if layout.shards is None:
             return
         self.lifecycle.gradients.note_applied(layout.parameters)

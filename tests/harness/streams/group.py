@@ -109,6 +109,9 @@ class StreamGroup(dist.ProcessGroup):
         is_source = opts is not None and opts.rootRank == self.rank()
         return self._run("broadcast", () if is_source else tensors, tensors, tensors, opts)
 
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._run("reduce", tensors, tensors, tensors, opts)
+
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         return self._run("allgather", outputs, inputs, outputs, inputs, opts)
 
