@@ -102,6 +102,11 @@ class Shard:
         is_whole: bool,
         dtype: torch.dtype,
     ) -> None:
+        if parameter.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{name} is stored as {parameter.layout}, and ZeRO cuts dense memory: make it parameter.to_dense(), or "
+                "leave it to another optimizer"
+            )
         if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             raise UnsupportedError(
                 f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has gaps or overlaps in "
