@@ -98,13 +98,13 @@ _SECOND_BACKWARD = Refusal(
     then=Phase.FAILED,
 )
 _ADDED_TO_APPLIED = Refusal(
-    "a backward adds to gradients that have been applied, since no forward came after {step} to clear them: call "
-    "zero_grad() after {step}, or run a forward of the model before the backward",
+    "a backward adds to gradients that have been applied, since no forward of ddp came after {step} to clear them: "
+    "call ddp(x), not model(x) or ddp.module(x), and where a forward came before {step}, zero_grad() after it",
     then=Phase.FAILED,
 )
 _APPLIED_TWICE = Refusal(
-    "{step} was called again for a backward whose gradients have been applied: run forward and backward first, or call "
-    "zero_grad() between"
+    "{step} was called again for a backward whose gradients have been applied: first run a forward, by ddp(x) and not "
+    "model(x) or ddp.module(x), and a backward, or call zero_grad() between"
 )
 _ADDED_TO_FAILED = Refusal(
     "the previous backward failed and left gradients, and this one was added to them: call zero_grad() after a "
@@ -147,8 +147,8 @@ _WRITTEN = (
 )
 _PART_USED = (
     "the gradient of {name} is the mean over ranks only where this rank owns it, so it can neither be read nor changed "
-    "after backward: use {edits}, which has the whole mean on every rank and is exact for any edit; or "
-    "ClipGradNorm(max_norm) in the chain to clip"
+    "after backward: use {edits}, which has the whole mean on every rank and is exact for any edit; or to clip, "
+    "ClipGradNorm(max_norm) in the chain, or zero.clip_grad_norm_(max_norm) with {deferred}"
 )
 _RELEASED_USED = (
     "the gradient of {name} was released in backward, so it can neither be read nor changed: use {edits}, which is "
@@ -162,6 +162,11 @@ _ACCUMULATED = (
     "a second backward began before {step}, and adds to the gradient of {name}, which the first one has reduced: call "
     "backward once, on the sum of the losses, run all but the last forward and backward of a step under "
     "ddp.no_sync(), or use {edits}"
+)
+_NOT_CLEARED = (
+    "a second backward began before the next forward or zero_grad(), and adds to the gradient of {name}, which was "
+    "applied: call zero_grad() before each backward, since a hook of ddp.register_comm_hook sees no forward; and for "
+    "one step of several losses call backward once, on their sum"
 )
 _REENTRANT = (
     "{name} gets another gradient after the one that was reduced: a checkpoint with use_reentrant=True runs a backward "
@@ -545,6 +550,8 @@ class UpdateLifecycle(Terms):
             message = _REENTRANT
         elif attempt is Attempt.ACCUMULATE:
             message = _ADDED_TO_APPLIED.message if self.phase is Phase.STEPPED and has_step else _ACCUMULATED
+            if self.phase is Phase.STEPPED and not (has_step or self.sees_forwards):
+                message = _NOT_CLEARED
             if gradients.has_parts and self.phase in (Phase.REDUCED, Phase.FAILED) and self.context is not None:
                 # Raised before DDP has seen a gradient of this backward, which it would wait for in the next forward.
                 self.context.note_unfinished()

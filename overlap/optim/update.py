@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import check_flag, digest, told
+from overlap._torch.ddp import is_to_rebuild
 from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
@@ -111,6 +112,8 @@ class Update(UpdateStage, Generic[L]):
         """The stages before it in its chain."""
         self._transform_after: Stage | None = None
         self.lifecycle = UpdateLifecycle(self.form, clears=self.owns_gradient_of, optimizer=optimizer)
+        self._has_begun = False
+        """Whether a backward has begun since it was made."""
         # By the bucket's index, while the optimizer has this version.
         self._layouts: dict[int, L] = {}
         self._version: object = None
@@ -247,10 +250,22 @@ class Update(UpdateStage, Generic[L]):
     def before_forward(self) -> None:
         if self.release is not None:
             self.release.before_forward()
+        if not self._has_begun:
+            self._check_first_forward()
         self.lifecycle.on_forward()
+
+    def _check_first_forward(self) -> None:
+        """Raises: TrainingLoopError: DDP with static_graph would end in an internal assert."""
+        ddp = None if self.context is None or self.context.ddp is None else self.context.ddp()
+        if ddp is not None and ddp.static_graph and is_to_rebuild(ddp) and not ddp.require_backward_grad_sync:
+            raise TrainingLoopError(
+                "with static_graph=True the first backward of a DistributedDataParallel must be synchronized: run the "
+                "first forward and backward outside of ddp.no_sync()"
+            )
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.check_backward(is_replay=is_replay)
+        self._has_begun = True
         # A rank without inputs makes the update at once; those with inputs make it in step().
         is_skipped = bool(self.optimizer.blocks) and not is_replay
         self.lifecycle.on_backward(is_replay=is_replay, outcome=Phase.REDUCED if is_skipped else None)

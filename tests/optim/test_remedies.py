@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import run_ranks, wrap
 from harness.models import MLP
-from overlap import OverlapError, TrainingLoopError
+from overlap import OverlapError, TrainingLoopError, ZeroRedundancyOptimizer, allreduce_hook, hook_with_zero_step
 
 Loop = Callable[[Any, Any, int], None]
 
@@ -112,6 +112,41 @@ def bypasses(ddp: Any, optimizer: Any, rank: int) -> None:
         optimizer.step()
 
 
+def bypasses_after_step(ddp: Any, optimizer: Any, rank: int) -> None:
+    usual(ddp, optimizer, rank)
+    _loss(ddp.module, rank, 4).backward()
+    optimizer.step()
+
+
+def never_clears(ddp: Any, optimizer: Any, rank: int) -> None:
+    for step in range(4):
+        _loss(ddp, rank, step).backward()
+
+
+def local_first(ddp: Any, optimizer: Any, rank: int) -> None:
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        _loss(ddp, rank, 9).backward()
+    accumulated(ddp, optimizer, rank)
+
+
+def local_later(ddp: Any, optimizer: Any, rank: int) -> None:
+    usual(ddp, optimizer, rank)
+    optimizer.zero_grad()
+    accumulated(ddp, optimizer, rank)
+
+
+def clips(ddp: Any, optimizer: Any, rank: int) -> None:
+    usual(ddp, optimizer, rank, before_step=lambda ddp: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01))
+
+
+def clips_by_zero(ddp: Any, optimizer: Any, rank: int) -> None:
+    if hasattr(optimizer, "clip_grad_norm_"):
+        usual(ddp, optimizer, rank, before_step=lambda ddp: optimizer.clip_grad_norm_(0.01))
+    else:
+        clips(ddp, optimizer, rank)
+
+
 def steps_twice(ddp: Any, optimizer: Any, rank: int) -> None:
     for step in range(4):
         _loss(ddp, rank, step).backward()
@@ -189,9 +224,17 @@ ROWS = [
     Row("zero", discards, "`with zero.skip_update():`", remedy=discards_within_skip),
     Row("interleaved", bypasses, "call ddp(x), not model(x)", remedy=usual),
     Row("zero deferred", bypasses, "call ddp(x), not model(x)", remedy=usual),
-    Row("interleaved", steps_twice, "run forward and backward first", remedy=usual),
+    Row("interleaved", steps_twice, "first run a forward, by ddp(x) and not model(x)", remedy=usual),
     Row("interleaved", lowers_rate, "use Step(optimizer, deferred=True)", "deferred"),
     Row("zero", lowers_rate, "use ZeroStep(zero, deferred=True)", "zero deferred"),
+    *[Row(form, bypasses_after_step, "ddp(x)", remedy=usual) for form in ("interleaved", "deferred", "zero")],
+    Row("hook", never_clears, "call zero_grad() before each backward", remedy=usual),
+    *[
+        Row(form, local_first, "run the first forward and backward outside of", remedy=local_later)
+        for form in ("interleaved static", "zero deferred static")
+    ],
+    Row("zero", clips, "use chain(AllReduce(), ZeroStep(zero, deferred=True))", ZERO_WHOLE),
+    Row("zero deferred", clips, "zero.clip_grad_norm_(max_norm) with ZeroStep(zero, def", ZERO_WHOLE, clips_by_zero),
     *[
         Row(form, moves, "0.weight was moved to another dtype, device or memory format", remedy=moves_later)
         for form in ("interleaved", "released", "zero", "zero in forward")
@@ -223,9 +266,15 @@ class _Stepless:
 
 
 def _trained(form: str, loop: Loop, rank: int) -> list[torch.Tensor]:
-    ddp = wrap(MLP.model(), **MLP.ddp_options(), gradient_as_bucket_view="released" in form)
-    optimizer = SGD(ddp.parameters()) if form == "plain" else registered(form, ddp)
-    loop(ddp, _Stepless(optimizer) if "automatic" in form else optimizer, rank)
+    ddp = wrap(
+        MLP.model(), **MLP.ddp_options(), gradient_as_bucket_view="released" in form, static_graph="static" in form
+    )
+    if form == "hook":
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), SGD.func, overlap_with_ddp=True, **SGD.keywords)
+        ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))
+    else:
+        optimizer = registered(form, ddp) if not form.startswith("plain") else SGD(ddp.parameters())
+    loop(ddp, _Stepless(optimizer) if "automatic" in form or form == "hook" else optimizer, rank)
     settle(optimizer)
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
@@ -239,7 +288,8 @@ def _rows(rank: int, world_size: int) -> list[str]:
         assert row.says in str(refusal.value), f"{cell}: {refusal.value}"
         told.append(str(refusal.value))
         remedy = row.remedy or row.loop
-        expected, got = _trained("plain", remedy, rank), _trained(row.with_form or row.form, remedy, rank)
+        plain = "plain static" if "static" in row.form else "plain"
+        expected, got = _trained(plain, remedy, rank), _trained(row.with_form or row.form, remedy, rank)
         assert all(map(torch.equal, expected, got)), cell
     return told
 

@@ -160,11 +160,6 @@ class Registration:
 
         Raises:
             TrainingLoopError: the chain has an update, whose optimizer's ``zero_grad()`` says it; or under ``Join``.
-
-        >>> registration = chain(PowerSGD(rank=1)).register(ddp)
-        >>> loss_fn(ddp(x), y).backward()
-        >>> registration.discard()  # in place of optimizer.step()
-        >>> ddp.zero_grad()
         """
         reason = ""
         if self.runtime.context.learns_of_steps:

@@ -91,6 +91,11 @@ class Shard:
     def __init__(
         self, parameter: Tensor, *, name: str, dtype: torch.dtype, rank: int, ranks: int, owner: int | None
     ) -> None:
+        if parameter.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{name} is stored as {parameter.layout}, and ZeRO cuts dense memory: make it parameter.to_dense(), or "
+                "leave it to another optimizer"
+            )
         if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             raise UnsupportedError(
                 f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has gaps or overlaps in "

@@ -34,8 +34,12 @@ from overlap import (
     powerSGD_hook,
     route,
 )
+from overlap._torch.device import streams_replaced
 from overlap.hooks import as_stage
+from overlap.hooks.wires import StageMemory
 from overlap.hooks.wires.formats import ChunkCodec
+
+from ..one_stream import OneStream
 
 factors = functools.partial(PowerSGD, min_compression_rate=0)
 STOCHASTIC = Int4(chunk=16, rounding="stochastic")
@@ -379,3 +383,30 @@ def _average_fails(rank: int, world_size: int) -> None:
 
 def test_an_average_that_fails_or_is_not_finite_changes_no_memory() -> None:
     run_ranks(_average_fails, 2)
+
+
+@pytest.mark.parametrize("is_bad", [True, False])
+@pytest.mark.parametrize("layout", ["the same views", "other views", "loaded", "a new one", "of another update"])
+def test_on_a_device_a_mask_takes_back(layout: str, is_bad: bool) -> None:
+    def errors(start: float) -> list[torch.Tensor]:
+        flat = torch.arange(start, start + 6)
+        return list(reversed(flat.split(3))) if layout == "other views" and start > 1 else list(flat.split(3))
+
+    with streams_replaced(OneStream(has_streams=True)):
+        memory = StageMemory("a stage", error_feedback=True, wire=None)
+        before, after = [one.clone() for one in errors(1.0)], [one.clone() for one in errors(11.0)]
+        memory.put_errors(["a", "b"], errors(1.0))
+        memory.commit()
+        if layout == "loaded":
+            memory.load_state_dict(memory.state_dict())
+        if layout == "a new one":
+            memory.load_state_dict({"error": {"a": before[0]}})
+            before[1] = torch.zeros(3)
+        memory.put_errors(["a", "b"], errors(11.0))
+        others = ("b",) if layout == "of another update" else ()
+        memory.discard(torch.tensor(is_bad), others)
+        memory.commit(others)
+        expected = before if is_bad else after
+        if others:
+            expected = [expected[0], after[1]]
+        assert all(torch.equal(memory.get(name), one) for name, one in zip("ab", expected, strict=True))  # type: ignore[arg-type]

@@ -44,6 +44,7 @@ WRONG_ARGUMENTS: list[tuple[Callable[[list[nn.Parameter]], Any], Any, dict[str, 
     (lambda p: p, torch.optim.LBFGS, {}, r"step\(closure\)"),
     (lambda p: p, torch.optim.Muon, {}, "Muon: Muon only supports 2D parameters"),
     (lambda _: [nn.Parameter(torch.zeros(4, 4)[:, :2])], SGD, {}, "gaps or overlaps"),
+    (lambda _: [nn.Parameter(torch.zeros(4, 4).to_sparse())], SGD, {}, "is stored as torch.sparse_coo.*to_dense"),
     (lambda _: [nn.Parameter(torch.zeros(4, device=d)) for d in ("cpu", "meta")], SGD, {}, "all on one device"),
 ]
 
