@@ -59,6 +59,8 @@ class DQuantType(enum.Enum):
 
 _WIRES = {DQuantType.FP16: Float16(), DQuantType.BFP16: BFloat16(), DQuantType.INT8: Int8()}
 
+_SPLITS = {"in_splits": "input_split_sizes", "out_splits": "output_split_sizes"}
+
 
 def auto_quantize(
     collective: Callable[..., Any], qtype: DQuantType | Wire, quant_loss: float | None = None
@@ -72,7 +74,8 @@ def auto_quantize(
     Args:
         collective: ``all_gather``, ``all_gather_into_tensor``, ``all_to_all``, ``all_to_all_single``, ``all_reduce``,
             ``reduce_scatter`` or ``reduce_scatter_tensor`` of ``torch.distributed``. Tensors are of any shape and of
-            floating-point dtypes; reductions are ``SUM`` and ``AVG``.
+            floating-point dtypes; reductions are ``SUM`` and ``AVG``. ``all_to_all_single`` also takes the sizes as
+            ``in_splits`` and ``out_splits``, as PyTorch's.
         qtype: a :class:`DQuantType`, or any :class:`Wire` such as ``Int4()``. Each process group that is used has
             random numbers of its own for stochastic rounding.
         quant_loss: results are divided by it.
@@ -115,7 +118,7 @@ def auto_quantize(
 
     @wraps(collective)
     def quantized(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **_as_named(kwargs, name))
         bound.apply_defaults()
         if bound.arguments.pop("async_op"):
             raise UnsupportedError(f"a quantized {name} is done when it returns: leave async_op out")
@@ -141,6 +144,19 @@ def auto_quantize(
         run_now([Item(index=0)], lambda item: exchanges(), executor_for(group, device))
 
     return quantized
+
+
+def _as_named(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """The keyword arguments of the collective ``name``, of which PyTorch's ``auto_quantize`` shortens two."""
+    if name != "all_to_all_single":
+        return arguments
+    named = {_SPLITS.get(key, key): value for key, value in arguments.items()}
+    if len(named) != len(arguments):
+        raise ConfigurationError(
+            "all_to_all_single was given the same sizes under two names, such as in_splits: "
+            "give input_split_sizes and output_split_sizes once each"
+        )
+    return named
 
 
 @cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap._checks import described, told
 from overlap._torch import classes
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_RUNTIMES = "_overlap_runtimes"
+"""The attribute of a parameter."""
 
 
 # To a stage.
@@ -266,6 +270,17 @@ def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup 
     return StageHook(lambda state: made, repr(made), group_of=lambda state: group)
 
 
+class _Runtimes(weakref.WeakKeyDictionary["StageHook", Runtime]):
+    """An attribute of a parameter: the runtime of each hook that its gradient has gone through.
+
+    A hook under PyTorch's name lives as long as the process. A runtime refers to the parameters of its model, so none
+    but they may keep it: then the garbage collector takes all of them. It is not pickled with a parameter.
+    """
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
 class StageHook:
     """A stage as a hook for ``ddp.register_comm_hook(state, hook)``; one object can serve several models.
 
@@ -301,8 +316,7 @@ class StageHook:
         self.group_of = group_of
         """The process group that a state names, if it names one."""
         # DDP does not say which model a bucket belongs to; its parameters do.
-        self._runtimes: Any = WeakIdKeyDictionary()
-        self._arriving: Runtime | None = None
+        self._arriving: weakref.ref[Runtime] | None = None
 
     def stage(self, state: Any = None) -> Stage:
         """This hook with ``state`` as a new stage."""
@@ -314,16 +328,19 @@ class StageHook:
             # DDP's first backward with a static graph has all its buckets there, each with the number 0.
             raise UnsupportedError(f"{self!r}: the model has parameters of several dtypes: {NO_LAST_BUCKET}")
         parameters = bucket.parameters()
-        runtime = self._runtimes.get(parameters[0])
+        runtime = getattr(parameters[0], _RUNTIMES, {}).get(self)
         if runtime is None:
-            runtime = self._runtime(state, bucket) if bucket.index() == 0 else self._arriving
+            arriving = None if self._arriving is None else self._arriving()
+            runtime = self._runtime(state, bucket) if bucket.index() == 0 else arriving
             if runtime is None:
                 raise RegistrationError(
                     f"{self!r}: bucket {bucket.index()} arrived, but bucket 0 of its model never did"
                 )
             for parameter in parameters:
-                self._runtimes[parameter] = runtime
-        self._arriving = None if bucket.is_last() else runtime
+                if not hasattr(parameter, _RUNTIMES):
+                    setattr(parameter, _RUNTIMES, _Runtimes())
+                getattr(parameter, _RUNTIMES)[self] = runtime
+        self._arriving = None if bucket.is_last() else weakref.ref(runtime)
         return runtime.on_bucket(bucket)
 
     def _runtime(self, state: Any, bucket: GradBucket) -> Runtime:

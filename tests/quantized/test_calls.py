@@ -113,9 +113,15 @@ def _refuses(rank: int, ranks: int) -> None:
         (lambda: reduce(one, async_op=True), "done when it returns: leave async_op out"),
         (lambda: exchange(odd, odd), "cannot be split evenly"),
         (lambda: exchange(four, four, [1] * ranks, [2] * ranks), "output_split_sizes are"),
+        (lambda: exchange(four, four, in_splits=[1] * ranks), "input_split_sizes are"),
+        (lambda: exchange(four, four, in_splits=[2] * ranks, input_split_sizes=[2] * ranks), "under two names"),
     ):
         with pytest.raises((ConfigurationError, UnsupportedError), match=message):
             call()
+    # PyTorch's own auto_quantize takes the sizes under these names.
+    sent, received = torch.full((3,), float(rank)), torch.full((2 * (rank + 1),), -1.0)
+    exchange(received, sent, in_splits=[1, 2], out_splits=[rank + 1] * ranks)
+    assert received.tolist() == [0.0] * (rank + 1) + [1.0] * (rank + 1)
 
 
 def test_an_argument_that_does_not_fit_is_named() -> None:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import functools
 import gc
+import io
 import threading
 import time
 import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from harness import run_ranks, wrap
 from harness.models import MLP
-from overlap import Cast, CollectiveError, OverlappedOptimizer, Step, chain
+from overlap import (
+    Cast,
+    CollectiveError,
+    OverlappedOptimizer,
+    PowerSGDState,
+    Step,
+    allreduce_hook,
+    chain,
+    fp16_compress_hook,
+    powerSGD_hook,
+)
 from overlap.hooks.engine.wavefront import Completion
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -43,6 +55,35 @@ def _leaves_nothing(rank: int, world_size: int) -> None:
 
 def test_a_dropped_model_takes_its_chain_its_optimizer_and_its_worker_thread_with_it() -> None:
     run_ranks(_leaves_nothing, 2)
+
+
+def _leaves_nothing_with_a_global_hook(rank: int, world_size: int) -> None:
+    threads = threading.active_count()
+    for hook in (allreduce_hook, fp16_compress_hook, powerSGD_hook):
+        gone = []
+        for _ in range(3):
+            state = PowerSGDState(None) if hook is powerSGD_hook else None
+            ddp = wrap(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]))
+            ddp.register_comm_hook(state, hook)
+            for _ in range(3):
+                ddp(torch.ones(2, 512)).sum().backward()
+            assert threading.active_count() > threads
+            torch.save(list(ddp.parameters()), saved := io.BytesIO())
+            saved.seek(0)
+            assert torch.equal(torch.load(saved)[0], next(ddp.parameters()))
+            gone.append(weakref.ref(next(ddp.parameters())))
+            del ddp, state
+        deadline_s = time.monotonic() + 5
+        while (any(ref() is not None for ref in gone) or threading.active_count() > threads) and (
+            time.monotonic() < deadline_s
+        ):
+            gc.collect()
+            time.sleep(0.05)
+        assert [ref() for ref in gone] == [None] * 3 and threading.active_count() == threads
+
+
+def test_nor_does_a_hook_by_name_keep_a_model_or_a_thread() -> None:
+    run_ranks(_leaves_nothing_with_a_global_hook, 2)
 
 
 class _Model:
