@@ -8,6 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+fused_adam_ = torch._fused_adam_
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+
+_ONE = torch.tensor(1.0, device="cpu")
+
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     """The ``order``-norm of each tensor, as ``torch.nn.utils.clip_grad_norm_`` takes it."""
@@ -43,6 +49,19 @@ def subtract_from_(targets: Sequence[Tensor], minuends: Sequence[Tensor]) -> Non
     if targets:
         torch._foreach_neg_(list(targets))
         torch._foreach_add_(list(targets), list(minuends))
+
+
+def add_one_(steps: list[Tensor]) -> None:
+    """Add one to each step count (0-dimensional, all on one device), in place."""
+    if steps[0].is_cpu:
+        torch._foreach_add_(steps, _ONE, alpha=1.0)  # As torch.optim does: a number would become a tensor for each.
+    else:
+        torch._foreach_add_(steps, 1)
+
+
+def subtract_(tensors: list[Tensor], subtrahend: Tensor) -> None:
+    """Subtract ``subtrahend`` from each tensor, in place."""
+    torch._foreach_sub_(tensors, [subtrahend] * len(tensors))
 
 
 def all_finite(tensor: Tensor) -> Tensor:

@@ -87,6 +87,11 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     return None if inner is None or inner is getattr(type(optimizer), "step", None) else step
 
 
+def checks_devices(optimizer: Optimizer) -> bool:
+    """Whether the next ``step`` will look whether the fused kernel can run where the parameters are."""
+    return bool(vars(optimizer).get("_need_device_dtype_check_for_fused"))
+
+
 def is_scheduled(optimizer: Optimizer) -> bool:
     """Whether an LR scheduler was made for ``optimizer``, or for the one that it wraps; as in :func:`own_step`."""
     return any(getattr(vars(one).get("step"), "_wrapped_by_lr_sched", False) for one in all_of(optimizer))

@@ -305,6 +305,9 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
     ) -> None:
         """Make one whole step, which any optimizer can do; gradients that have been applied are hidden from it."""
+        with verdict.passed_to(self.optimizer):
+            if not arguments and self.stepper.step_by_kernels(parameters, gradients):
+                return
         wanted = dict(zip(map(id, parameters), gradients, strict=True))
         others = [
             parameter

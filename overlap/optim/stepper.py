@@ -6,7 +6,8 @@ An update in backward steps the parameters of one bucket, and a sharded one the 
 ``torch.optim.Optimizer`` steps the parameters in its ``param_groups`` that have a ``.grad``, with the options and the
 state that it finds there. So a part is stepped by a *twin*: an object of the optimizer's own class that shares its
 attributes, ``state`` included, but whose groups list the part's parameters alone. LR schedulers, several groups and
-third-party optimizers just work, and ``foreach`` and ``fused`` kernels run once per part and group.
+third-party optimizers just work, and ``foreach`` and ``fused`` kernels run once per part and group. Where the kernels
+are known, no twin is needed: see [Note: fused kernels].
 
 Many optimizers count their steps in ``group["step"]`` or in an attribute, and one step of the training loop is many
 calls of a twin's ``step``. So each part begins with the groups and attributes as they were when the step began. Parts
@@ -37,6 +38,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import described, told
+from overlap._torch.autograd import label_type
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import scale_
 from overlap._torch.optimizer import (
@@ -46,10 +48,12 @@ from overlap._torch.optimizer import (
     is_around,
     no_step_hooks,
     pre_hooks,
+    step_hooks,
     unhooked_step,
 )
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.stage import is_same_state
+from overlap.optim.kernels import FusedKernels, Split
 
 __all__ = [
     "StepGuard",
@@ -68,9 +72,7 @@ _MISSING = object()
 _is_fused = operator.methodcaller("get", "fused")
 _grad_of = operator.attrgetter("grad")
 _first_of = operator.itemgetter(0)
-
-_Split = list[tuple[int, dict[str, Any]]]
-"""The places of groups, with the entries of each that list its parameters."""
+_raise_versions = torch.autograd.graph.increment_version
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
@@ -107,9 +109,10 @@ class SubsetStepper:
         self._places: dict[int, int] = {}
         self.layout: list[list[int]] = []
         """The parameters of each group, by ``id``; another object whenever the optimizer has other ones."""
-        self._splits: dict[tuple[int, ...], _Split] = {}
+        self._splits: dict[tuple[int, ...], Split] = {}
         # The values that parts of the step under way have written, by the place of the group, or None for attributes.
         self._written: dict[int | None, dict[str, Any]] = {}
+        self._kernels = FusedKernels(optimizer)
         self.begin()
 
     def begin(self) -> None:
@@ -136,9 +139,25 @@ class SubsetStepper:
         if parameters:
             key = tuple(map(id, parameters))
             with self._lock:
-                if (split := self._splits.get(key)) is None:
-                    split = self._splits[key] = self._split(parameters)
-                self._step(split, parameters, gradients, arguments)
+                split = self._splits.get(key) or self._split(key, parameters)
+                if arguments or not self._kernels.step(key, split, parameters, gradients):
+                    self._step(split, parameters, gradients, arguments)
+                    return
+                for place, _ in split:
+                    self._written.setdefault(place, {})
+                _raise_versions(parameters)
+
+    def step_by_kernels(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+        """Make one whole step of the optimizer, in which ``parameters`` have these gradients, if kernels can and that
+        has no step hooks; returns whether it was made."""
+        before, after = step_hooks(self._optimizer)
+        if not parameters or after or not all(isinstance(hook, StepGuard) for hook in before):
+            return False
+        self.refresh()
+        with self._lock, label_type()(f"Optimizer.step#{type(self._optimizer).__name__}.step"):
+            key = tuple(map(id, parameters))
+            split = self._splits.get(key) or self._split(key, parameters)
+            return self._kernels.step(key, split, parameters, gradients)
 
     def finish(self, **arguments: Any) -> dict[int, dict[str, Any]]:
         """The step ends: write back, once, the values that its parts have written. Returns those of groups, by place.
@@ -161,7 +180,7 @@ class SubsetStepper:
     @torch.no_grad()
     def _step(
         self,
-        split: _Split,
+        split: Split,
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         arguments: dict[str, Any],
@@ -185,9 +204,9 @@ class SubsetStepper:
                 parameter.grad = gradient
         self._note_written(split, twin)
         if self._is_fused:  # A weight that a later node of backward still needs is then autograd's own error.
-            torch.autograd.graph.increment_version(parameters)
+            _raise_versions(parameters)
 
-    def _note_written(self, split: _Split, twin: Optimizer) -> None:
+    def _note_written(self, split: Split, twin: Optimizer) -> None:
         """A part has been stepped: compare what it wrote to its groups and to attributes with the parts before it."""
         optimizer = self._optimizer
         places: list[int | None] = [None, *map(_first_of, split)]
@@ -209,12 +228,12 @@ class SubsetStepper:
                         "Step(OverlappedOptimizer(optimizer), deferred=True)), which calls optimizer.step() itself"
                     )
 
-    def _split(self, parameters: Sequence[Tensor]) -> _Split:
-        """``parameters`` by the place of their group."""
+    def _split(self, key: tuple[int, ...], parameters: Sequence[Tensor]) -> Split:
+        """``parameters``, of these ids, by the place of their group; it is kept."""
         members: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             members.setdefault(self._places[id(parameter)], []).append(parameter)
-        split: _Split = []
+        self._splits[key] = split = []
         for place in sorted(members):
             group, own = self._optimizer.param_groups[place], members[place]
             split.append((place, {"params": own}))
@@ -224,12 +243,13 @@ class SubsetStepper:
         return split
 
     def refresh(self) -> None:
-        """Look at which parameters are in which group now."""
+        """Look at groups, which parameters are in which, and state as they are now."""
         layout = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
         if layout != self.layout:
             self.layout = layout
             self._splits.clear()
             self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
+        self._kernels.refresh(self.layout)
 
 
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:

@@ -1,1 +1,1 @@
-"""Sixty faults in the package, one for each promise, and a command that shows which tests find them."""
+"""Sixty-one faults in the package, one for each promise, and a command that shows which tests find them."""
