@@ -124,6 +124,11 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
     return _streams.on_stream(stream)
 
 
+def new_event(device: torch.device) -> Any:
+    """An event that can be recorded again and again: whoever waited for it waits for the record of that time."""
+    return _streams.new_event(device, is_timed=False)
+
+
 def recorded_event(device: torch.device, *, is_timed: bool = False) -> Any:
     """An event recorded on the current stream: it is there when the stream has done what is queued so far.
 

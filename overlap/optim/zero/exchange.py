@@ -46,7 +46,7 @@ from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.hooks.collectives import add_messages
-from overlap.hooks.engine.wavefront import Item
+from overlap.hooks.engine.wavefront import BackgroundTask
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.optim.zero.shards import Shard
 
@@ -265,7 +265,7 @@ def reduced(bucket: Bucket, shards: BucketShards | None) -> Bucket:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Gather(Item):
+class Gather(BackgroundTask):
     """Bringing the parameters of one bucket to all ranks, as a piece of background work."""
 
     shards: BucketShards
