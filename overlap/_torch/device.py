@@ -116,7 +116,7 @@ def stream_of(owner: object, device: torch.device, use: str = "", *, priority: i
 
 def current_stream(device: torch.device) -> Any:
     """The current stream of ``device``; ``None`` where there are none."""
-    return _streams.current_stream(device) if has_streams(device) and device.type != "meta" else None
+    return _streams.current_stream(device) if _streams.has_streams(device) and device.type != "meta" else None
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:

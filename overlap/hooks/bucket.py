@@ -113,10 +113,10 @@ class Bucket:
         passed.__dict__.update(self.__dict__, is_mean=True)  # The views that were made, too.
         return passed
 
-    def again(self, step: int, raw: GradBucket) -> Bucket:
-        """The same bucket of DDP's in pass number ``step``, as ``raw``."""
+    def again(self, raw: GradBucket) -> Bucket:
+        """The same bucket of DDP's in another pass, as ``raw``."""
         following = object.__new__(type(self))
-        following.__dict__.update(self.__dict__, step=step, raw=raw)
+        following.__dict__.update(self.__dict__, raw=raw)
         return following
 
     def describe(self) -> str:

@@ -95,7 +95,7 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.executors:StreamExecutor.abandon", "operation.abandon(self.wait)", "fails in a stage"
     ),
     "a collective is not waited for": _without(
-        f"{_ENGINE}.executors:StreamExecutor.wait", "work.wait()", "all-reduce, interleaved"
+        "hooks.collectives:Collective.finish", "wait(work)", "all-reduce, interleaved"
     ),
     "DDP's future has no device": Mutant(
         f"{_ENGINE}.executors:StreamExecutor.new_future",

@@ -84,6 +84,7 @@ class _KeptBucket(NamedTuple):
     bucket: Bucket
     strides: list[tuple[int, ...]]
     task: Task
+    has_coroutines: bool
     future: BucketFuture
     """Completed, for DDP, which waits for the stages' stream and not for each bucket; see :meth:`Runtime.on_bucket`."""
 
@@ -94,7 +95,7 @@ class _KeptBucket(NamedTuple):
         return (
             raw.buffer() is bucket.buffer
             and divisor == bucket.divisor
-            and list(map(stride_of, bucket.parameters)) == self.strides
+            and [*map(stride_of, bucket.parameters)] == self.strides
         )
 
 
@@ -245,7 +246,10 @@ class Runtime:
             if_abandoned(partial(self._abandon, current))
         kept = self._kept.get(index) if current.is_plain else None
         if kept is not None and kept.fits(raw, current.divisor):
-            bucket = kept.bucket.again(current.step, raw)
+            bucket = kept.bucket
+            if kept.has_coroutines:  # They may keep what they are given, and a plan does not look at it again.
+                bucket = bucket.again(raw)
+            bucket.__dict__["step"] = current.step
         else:
             bucket, kept, refusal = self._changed_bucket(raw, current, is_replay)
         if executor.observer is not None:
@@ -327,7 +331,7 @@ class Runtime:
         pieces[coroutines:] = [piece._replace(passed=None) for piece in pieces[coroutines:]]
         future = BucketFuture()
         future.set_result(bucket.buffer)
-        return _KeptBucket(bucket, strides, Task(pieces, current.executor), future)
+        return _KeptBucket(bucket, strides, Task(pieces, current.executor), coroutines > 0, future)
 
     def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
         """Refuses parameters that had other strides when DDP laid out its buckets."""

@@ -67,18 +67,27 @@ class Wavefront:
     """The order in which the buckets of one backward pass advance. See [Note: one order of collectives]."""
 
     def __init__(self) -> None:
-        self.active: list[Task] = []
-        """The tasks that have arrived and are not done, in the order in which they advance next."""
+        self._moving: list[Task] = []
+        self._standing: list[Task] = []
+
+    @property
+    def active(self) -> list[Task]:
+        """The tasks that have arrived and are not done."""
+        return [*self._standing, *self._moving]
 
     def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
-        moving = [task, *filterfalse(_awaits_whole_pass, self.active)]
-        self.active = [*filter(_awaits_whole_pass, self.active), *moving]
+        moving = self._moving = [task, *self._moving]
         while moving:
             for each in moving:
                 each.advance()
-            self.active = list(filterfalse(_is_done, self.active))
-            moving = list(filterfalse(_awaits_whole_pass, self.active)) or self.active if is_last else []
+            left = list(filterfalse(_is_done, moving))
+            if any(map(_awaits_whole_pass, left)):
+                self._standing += filter(_awaits_whole_pass, left)
+                left = list(filterfalse(_awaits_whole_pass, left))
+            if is_last and not left:
+                left, self._standing = self._standing, []
+            moving, self._moving = left if is_last else [], left
 
 
 class Piece(NamedTuple):
