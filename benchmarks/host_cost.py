@@ -1,11 +1,12 @@
-"""The host's time, Python calls and operators for a bucket on an accelerator, measured without one.
+"""The host's time, its calls and the operators for a bucket on an accelerator, measured without one.
 
     python -m benchmarks.host_cost [--buckets 48] [--steps 30] [--only TEXT]
 
 Streams do nothing and the process group is PyTorch's fake one, so the code for accelerators runs on tensors of the CPU,
 which are so small that launching is all that they cost. Each bucket has the six parameters of one layer. Times are of
 the thread, so other work on the machine hardly counts; operators are those that the package issues, collectives
-included and views left out: about as many kernels are launched.
+included and views left out: about as many kernels are launched. Hooks written by hand are beside, so that ratios hold
+on other machines.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,23 +64,32 @@ _LAUNCH_NOTHING = ("empty", "_unsafe_view", "promote_types", "_record_function")
 
 
 class IdleStreams(DeviceStreams):
-    """Streams and events that do nothing; tensors of the CPU have them, too."""
+    """Streams and events that do nothing but count; tensors of the CPU have them, too."""
 
     device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.operations = 0
+        """New streams and events, records and waits, and changes of the current stream."""
 
     def has_streams(self, device: torch.device) -> bool:
         return True
 
+    def current_stream(self, device: torch.device) -> Any:
+        return self
+
     def _itself(self, *_: Any, **__: Any) -> Any:
+        self.operations += 1
         return self
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
+        self.operations += 1
 
-    new_stream = current_stream = new_event = _itself
+    new_stream = new_event = _itself
     record_stream = wait_stream = wait_event = record = synchronize = _nothing
 
     def on_stream(self, stream: Any) -> Any:
+        self.operations += 1
         return contextlib.nullcontext()
 
     def query(self) -> bool:
@@ -134,23 +147,111 @@ def _transformed(make_transform: Callable[[], Stage]) -> Recipe:
     return recipe
 
 
-def _without_chain(ddp: DistributedDataParallel, make: Maker) -> Update:
-    """A hook that does nothing: DDP's own all-reduce has no result on a fake group."""
+@dataclass
+class _Hook:
+    """What a hook written by hand does with a bucket, where it can be timed."""
 
-    def hook(state: object, bucket: Any) -> Any:
+    on_bucket: Callable[[Any], Any]
+
+
+_hooks: WeakKeyDictionary[DistributedDataParallel, _Hook] = WeakKeyDictionary()
+
+
+def _by_hand(make_hook: Callable[[DistributedDataParallel], Callable[[Any], Any]], *, updates: bool = False) -> Recipe:
+    def recipe(ddp: DistributedDataParallel, make: Maker) -> Update:
+        written = _hooks[ddp] = _Hook(make_hook(ddp))
+
+        def hook(state: object, bucket: Any) -> Any:
+            return written.on_bucket(bucket)
+
+        hook.__annotations__.clear()  # DDP compares them with types, and here they are strings.
+        ddp.register_comm_hook(None, hook)
+        return Update(clear=ddp.zero_grad) if updates else plain(ddp, make)
+
+    return recipe
+
+
+def _nothing(ddp: DistributedDataParallel) -> Callable[[Any], Any]:
+    """DDP's own all-reduce has no result on a fake group."""
+
+    def hook(bucket: Any) -> Any:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    hook.__annotations__.clear()  # DDP compares them with types, and here they are strings.
-    ddp.register_comm_hook(None, hook)
-    return plain(ddp, make)
+    return hook
+
+
+def _all_reduce(ddp: DistributedDataParallel) -> Callable[[Any], Any]:
+    def hook(bucket: Any) -> Any:
+        buffer = bucket.buffer().mul_(1 / 8)
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        work.wait()  # As the side stream's.
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    return hook
+
+
+def _all_reduce_and_adamw(ddp: DistributedDataParallel) -> Callable[[Any], Any]:
+    reduce, one, kept = _all_reduce(ddp), torch.tensor(1.0), dict[int, Any]()
+
+    def hook(bucket: Any) -> Any:
+        done, lists = reduce(bucket), kept.get(bucket.index())
+        if lists is None or lists[0] is not bucket.buffer():
+            parameters = bucket.parameters()
+            moments = [[torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)]
+            steps = [torch.tensor(0.0) for _ in parameters]
+            lists = kept[bucket.index()] = bucket.buffer(), parameters, bucket.gradients(), *moments, [], steps
+        torch._foreach_add_(lists[-1], one)
+        torch._fused_adamw_(
+            *lists[1:],
+            amsgrad=False, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2, eps=1e-8, maximize=False,
+        )  # fmt: skip
+        return done
+
+    return hook
+
+
+def _of_torch(hook: Callable[..., Any]) -> Callable[[DistributedDataParallel], Callable[[Any], Any]]:
+    """PyTorch's, which read the result of a collective's future; that of a fake group has none."""
+    plain_all_reduce: Any = dist.all_reduce
+
+    class Done(NamedTuple):
+        tensor: Tensor
+
+        def get_future(self) -> torch.futures.Future[list[Tensor]]:
+            done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+            done.set_result([self.tensor])
+            return done
+
+    def all_reduce(tensor: Tensor, **options: Any) -> Done:
+        plain_all_reduce(tensor, **options)
+        return Done(tensor)
+
+    def with_result(group: Any, bucket: Any) -> Any:
+        dist.all_reduce = all_reduce  # type: ignore[assignment]
+        try:
+            return hook(group, bucket)
+        finally:
+            dist.all_reduce = plain_all_reduce
+
+    return lambda ddp: partial(with_result, ddp.process_group)
 
 
 PLAIN = "plain DDP"
+BY_HAND, BY_HAND_UPDATED = "a hook: all_reduce", "a hook: all_reduce, AdamW"
 # By name: the ranks that the fake group stands for, and the recipe.
+HOOKS: dict[str, tuple[int, Recipe]] = {
+    BY_HAND: (8, _by_hand(_all_reduce)),
+    BY_HAND_UPDATED: (8, _by_hand(_all_reduce_and_adamw, updates=True)),
+    "allreduce_hook": (8, _by_hand(_of_torch(default_hooks.allreduce_hook))),
+    "bf16_compress_hook": (8, _by_hand(_of_torch(default_hooks.bf16_compress_hook))),
+}
 METHODS: dict[str, tuple[int, Recipe]] = {
-    PLAIN: (8, _without_chain),
+    PLAIN: (8, _by_hand(_nothing)),
     "AllReduce": (8, reduced(AllReduce)),
     "Cast(bfloat16)": (8, reduced(lambda: Cast(torch.bfloat16, AllReduce()))),
     "AllReduce, Step": (8, stepped()),
@@ -169,12 +270,17 @@ METHODS: dict[str, tuple[int, Recipe]] = {
 
 
 @contextlib.contextmanager
-def model_on(ranks: int, buckets: int, width: int = 48) -> Iterator[tuple[DistributedDataParallel, Tensor]]:
+def model_on(
+    ranks: int, buckets: int, width: int = 48, streams: IdleStreams | None = None
+) -> Iterator[tuple[DistributedDataParallel, Tensor]]:
     """The model and an input, in a default process group of their own, which stands for so many ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         # The fake backend has NCCL's all-to-all.
-        with streams_replaced(IdleStreams()), mock.patch.object(GroupChannel, "has_all_to_all", return_value=True):
+        with (
+            streams_replaced(streams or IdleStreams()),
+            mock.patch.object(GroupChannel, "has_all_to_all", return_value=True),
+        ):
             torch.manual_seed(0)
             layers = [Layer(width) for _ in range(buckets)]
             cap_mb = sum(parameter.nbytes for parameter in layers[0].parameters()) / 2**20
@@ -187,10 +293,12 @@ def model_on(ranks: int, buckets: int, width: int = 48) -> Iterator[tuple[Distri
 
 
 @contextlib.contextmanager
-def training(method: str, buckets: int) -> Iterator[tuple[DistributedDataParallel, Update, Tensor]]:
+def training(
+    method: str, buckets: int, width: int = 48, streams: IdleStreams | None = None
+) -> Iterator[tuple[DistributedDataParallel, Update, Tensor]]:
     """The model with the method's chain, its update, and an input."""
-    ranks, recipe = METHODS[method]
-    with model_on(ranks, buckets) as (ddp, x):
+    ranks, recipe = (HOOKS | METHODS)[method]
+    with model_on(ranks, buckets, width, streams) as (ddp, x):
         yield ddp, recipe(ddp, ADAMW), x
 
 
@@ -211,14 +319,12 @@ def step(ddp: nn.Module, update: Update, x: Tensor) -> None:
     update.clear()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Of a method: the median times of a bucket and of ``step()``, and the counts of a step by its buckets."""
+class Calls(NamedTuple):
+    """What a step calls: functions of the package, functions in C that these call, and operations of streams."""
 
-    bucket_us: float
-    step_ms: float
-    calls: float
-    operators: float
+    python: int
+    c: int
+    streams: int
 
 
 @contextlib.contextmanager
@@ -239,19 +345,45 @@ def calls_counted() -> Iterator[list[int]]:
         gc.enable()
 
 
+def calls(method: str, buckets: int, *, warm_up: int = 4) -> Calls:
+    """Those of one step."""
+    counts, streams = {"call": 0, "c_call": 0}, IdleStreams()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event in counts and frame.f_code.co_filename.startswith(_PACKAGE):
+            counts[event] += 1
+
+    with training(method, buckets, streams=streams) as (ddp, update, x):
+        for _ in range(warm_up):
+            step(ddp, update, x)
+        before = streams.operations
+        sys.setprofile(count)
+        step(ddp, update, x)
+        sys.setprofile(None)
+        update.finish()
+    return Calls(counts["call"], counts["c_call"], streams.operations - before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of a method: quarter quantiles of the times of a bucket and of ``step()``, which other work on the machine
+    disturbs least, and the counts of a step by its buckets."""
+
+    bucket_us: float
+    step_ms: float
+    calls: Calls
+    operators: int
+
+
 def measure(method: str, buckets: int, steps: int) -> Cost:
     with training(method, buckets) as (ddp, update, x):
         for _ in range(_WARM_UP):
             step(ddp, update, x)
-        with calls_counted() as calls:
-            step(ddp, update, x)
-        with Operators() as counted:
-            step(ddp, update, x)
         in_buckets_s: list[float] = []
         in_step_s: list[float] = []
-        if (registration := registration_of(ddp)) is not None:
-            runtime = registration.runtime
-            runtime.on_bucket = timed(runtime.on_bucket, in_buckets_s)  # type: ignore[method-assign]
+        registration = registration_of(ddp)
+        hook: Any = _hooks[ddp] if registration is None else registration.runtime
+        hook.on_bucket = timed(hook.on_bucket, in_buckets_s)
         timed_step = timed(update.step, in_step_s)
         for _ in range(steps):
             ddp(x).square().mean().backward()
@@ -259,10 +391,10 @@ def measure(method: str, buckets: int, steps: int) -> Cost:
             update.clear()
         update.finish()
     return Cost(
-        bucket_us=1e6 * statistics.median(in_buckets_s or [0.0]),
-        step_ms=1e3 * statistics.median(in_step_s),
-        calls=calls[0] / buckets,
-        operators=counted.counts.total() / buckets,
+        bucket_us=1e6 * statistics.quantiles(in_buckets_s)[0],
+        step_ms=1e3 * statistics.quantiles(in_step_s)[0],
+        calls=calls(method, buckets),
+        operators=operators(method, buckets).total(),
     )
 
 
@@ -283,16 +415,17 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="methods whose name contains it")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [["method", "us a bucket", "calls a bucket", "operators a bucket", "step(), ms", "of plain DDP's"]]
-    plain_ms = 0.0
-    for method in METHODS:
-        if method == PLAIN or options.only in method:
+    rows = [["", "us", "of the hook", "Python calls", "C calls", "of streams", "operators", "step(), ms", "of plain"]]
+    plain_ms = by_hand_us = 0.0
+    for method in dict.fromkeys((PLAIN, *HOOKS, *METHODS)):
+        if method in (PLAIN, BY_HAND) or options.only in method:
             cost = measure(method, options.buckets, options.steps)
             plain_ms = plain_ms or cost.step_ms
-            figures = cost.bucket_us, cost.calls, cost.operators
-            rows.append(
-                [method, *(f"{one:.0f}" for one in figures), f"{cost.step_ms:.2f}", f"{cost.step_ms / plain_ms:.2f}"]
-            )
+            by_hand_us = cost.bucket_us if method == BY_HAND else by_hand_us
+            ratio = f"{cost.bucket_us / by_hand_us:.2f}" if by_hand_us else ""
+            counts = [f"{count / options.buckets:.0f}" for count in (*cost.calls, cost.operators)]
+            of_step = [f"{cost.step_ms:.2f}", f"{cost.step_ms / plain_ms:.2f}"]
+            rows.append([method, f"{cost.bucket_us:.0f}", ratio, *counts, *of_step])
     print(in_columns(rows))
 
 

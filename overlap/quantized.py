@@ -23,7 +23,7 @@ from overlap._checks import check_number, described, told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.collectives import Operation, all_gather, all_to_all
 from overlap.hooks.engine.executors import executor_for
-from overlap.hooks.engine.wavefront import Item, run_now
+from overlap.hooks.engine.wavefront import BackgroundTask, run_now
 from overlap.hooks.wires import BFloat16, Float16, Int8, QuantizedSum, RoundingGenerator, Wire
 from overlap.ranks.board import agree
 from overlap.ranks.machines import levels_of
@@ -141,7 +141,7 @@ def auto_quantize(
         if device.type == "cpu" and call not in known:
             agree(group, f"call a quantized {call}")
             known.add(call)
-        run_now([Item(index=0)], lambda item: exchanges(), executor_for(group, device))
+        run_now([BackgroundTask(index=0)], lambda item: exchanges(), executor_for(group, device))
 
     return quantized
 

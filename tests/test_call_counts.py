@@ -1,4 +1,4 @@
-"""How many Python calls a step makes into the package, counted on all threads of a rank. Time varies; counts do not."""
+"""How many calls a step makes, on all threads of a rank or on an accelerator. Time varies; counts do not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import overlap
+from benchmarks.host_cost import calls
 from harness import run_ranks, wrap
 from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
@@ -24,6 +25,16 @@ MOST = {"AllReduce, Step": 253, "ZeroStep": 591, "ZeroStep, gather in forward": 
 # those few.
 MOST_A_BUCKET = {"AllReduce, Step": 35, "ZeroStep": 117, "ZeroStep, gather in forward": 129}
 _CAPS_MB = {4: 0.4, 10: 0.1}
+
+
+# On an accelerator, at most so many for one bucket more: calls of the package's functions and of functions in C, and
+# operations of streams: a record and a wait behind the bucket's gradients, and the side stream.
+MOST_ON_STREAMS = {
+    "AllReduce": (19, 20, 3),
+    "Cast(bfloat16)": (21, 25, 3),
+    "AllReduce, Step": (26, 150, 3),
+    "AllReduce, Step, deferred": (34, 95, 3),
+}
 
 
 def _registered(name: str, ddp: Any) -> Any:
@@ -71,3 +82,10 @@ def test_a_step_and_a_bucket_make_few_calls(name: str) -> None:
     four, ten = _most(name, 4), _most(name, 10)
     assert four <= MOST[name]
     assert round((ten - four) / 6) <= MOST_A_BUCKET[name], f"{(ten - four) / 6:.1f}"
+
+
+@pytest.mark.parametrize("name", MOST_ON_STREAMS)
+def test_a_bucket_on_an_accelerator_makes_few_calls(name: str) -> None:
+    eight, sixteen = calls(name, 8), calls(name, 16)
+    made = tuple(round((more - less) / 8) for less, more in zip(eight, sixteen, strict=True))
+    assert all(count <= most for count, most in zip(made, MOST_ON_STREAMS[name], strict=True)), made

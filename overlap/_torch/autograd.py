@@ -34,18 +34,6 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 @contextmanager
-def by_default(device: torch.device) -> Iterator[None]:
-    """Within it code on ``device`` runs as an optimizer's step does: without autocast, and recording no gradients.
-
-    Hooks of autograd have the modes that were set where backward was called."""
-    if not (torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)):
-        yield
-        return
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-@contextmanager
 def without_saved_context() -> Iterator[None]:
     """Within it a collective that the calling thread issues in a backward pass holds nothing of Python's.
 
@@ -66,6 +54,26 @@ def without_saved_context() -> Iterator[None]:
         yield
     finally:
         torch._C._stash_obj_in_tls(_CONTEXT, saved)
+
+
+def run_as_step(job: Callable[[], None], device_type: str) -> None:
+    """Call ``job`` as an optimizer's step runs, without autocast and recording no gradients, and
+    :func:`without_saved_context`. Hooks of autograd have the modes that were set where backward was called.
+
+    It is called for each bucket: contexts of generators would take longer than a whole collective's launch."""
+    saved: Any = None
+    if torch._C._is_key_in_tls(_CONTEXT):
+        saved = torch._C._get_obj_in_tls(_CONTEXT)
+        torch._C._remove_obj_from_tls(_CONTEXT)
+    try:
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type):
+            with torch.no_grad(), torch.autocast(device_type, enabled=False):
+                job()
+        else:
+            job()
+    finally:
+        if saved is not None:
+            torch._C._stash_obj_in_tls(_CONTEXT, saved)
 
 
 # Where the calling thread is.

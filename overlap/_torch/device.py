@@ -116,12 +116,17 @@ def stream_of(owner: object, device: torch.device, use: str = "", *, priority: i
 
 def current_stream(device: torch.device) -> Any:
     """The current stream of ``device``; ``None`` where there are none."""
-    return _streams.current_stream(device) if has_streams(device) and device.type != "meta" else None
+    return _streams.current_stream(device) if _streams.has_streams(device) and device.type != "meta" else None
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Within it ``stream`` is its device's current one."""
     return _streams.on_stream(stream)
+
+
+def new_event(device: torch.device) -> Any:
+    """An event that can be recorded again and again: whoever waited for it waits for the record of that time."""
+    return _streams.new_event(device, is_timed=False)
 
 
 def recorded_event(device: torch.device, *, is_timed: bool = False) -> Any:

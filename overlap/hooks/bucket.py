@@ -113,6 +113,12 @@ class Bucket:
         passed.__dict__.update(self.__dict__, is_mean=True)  # The views that were made, too.
         return passed
 
+    def again(self, raw: GradBucket) -> Bucket:
+        """The same bucket of DDP's in another pass, as ``raw``."""
+        following = object.__new__(type(self))
+        following.__dict__.update(self.__dict__, raw=raw)
+        return following
+
     def describe(self) -> str:
         """The bucket in error messages: index, step and the names (or the number) of its parameters."""
         what = _shortened(self.fqns) if self.fqns else f"{len(self.parameters)} parameters"

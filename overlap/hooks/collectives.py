@@ -100,7 +100,8 @@ class Collective(Operation):
         self._works = self._start(channel)
 
     def finish(self, wait: Callable[[dist.Work], None]) -> None:
-        for work in self._works:
+        works, self._works = self._works, ()  # A plan keeps this, but not what it has sent.
+        for work in works:
             wait(work)
 
     abandon = finish

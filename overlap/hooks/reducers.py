@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap._checks import told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.collectives import all_gather, all_reduce
+from overlap.hooks.collectives import Operation, all_gather, all_reduce
 from overlap.hooks.segments import round_up, segment_multiple
-from overlap.hooks.stage import Role, Stage, StageContext
+from overlap.hooks.stage import Plan, Role, Stage, StageContext, planner
 from overlap.hooks.wires import Wire
 
 __all__ = ["AllGather", "AllReduce", "Cast", "NoReduction", "OnGroup"]
@@ -35,6 +36,19 @@ class AllReduce(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         bucket.buffer.mul_(1 / bucket.divisor)
         await all_reduce(bucket.buffer, group=bucket.group)
+
+    def plan(self, bucket: Bucket) -> Plan | None:
+        scale_, factor, reduction = (
+            bucket.buffer.mul_,
+            1 / bucket.divisor,
+            all_reduce(bucket.buffer, group=bucket.group),
+        )
+
+        def launch() -> Operation:
+            scale_(factor)
+            return reduction
+
+        return (launch,)
 
 
 class AllGather(Stage):
@@ -112,6 +126,27 @@ class Cast(Stage):
         compressed = bucket.with_buffer(bucket.buffer.to(self.dtype))
         await self.inner(compressed)
         bucket.buffer.copy_(compressed.buffer)
+
+    def plan(self, bucket: Bucket) -> Plan | None:
+        buffer, dtype, factor, group = bucket.buffer, self.dtype, 1 / bucket.divisor, bucket.group
+        if buffer.dtype == dtype:
+            return planner(self.inner)(bucket)
+        if not buffer.is_floating_point() or type(self.inner) is not AllReduce:
+            return None
+        compressed: Tensor | None = None  # Of one pass: kept, it would take half as much memory as the gradients.
+
+        def launch() -> Operation:
+            nonlocal compressed
+            compressed = buffer.to(dtype).mul_(factor)
+            return all_reduce(compressed, group=group)
+
+        def finish() -> None:
+            nonlocal compressed
+            if compressed is not None:
+                buffer.copy_(compressed)
+            compressed = None
+
+        return launch, finish
 
     def __repr__(self) -> str:
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"

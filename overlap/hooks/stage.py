@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import Operation
 
 __all__ = [
+    "Plan",
     "Role",
     "Stage",
     "StageContext",
     "UpdateStage",
     "check_order",
     "is_same_state",
+    "planner",
     "redistributed",
     "updates_of",
     "walk",
@@ -106,6 +110,10 @@ class StageContext:
     :meth:`Stage.attach`."""
 
 
+Plan = Sequence[Callable[[], Operation | None]]
+"""What :meth:`Stage.plan` returns."""
+
+
 class Stage(ABC):
     """One step of a bucket's processing: straight-line code that changes the bucket in place and awaits collectives.
 
@@ -128,6 +136,22 @@ class Stage(ABC):
     @abstractmethod
     async def __call__(self, bucket: Bucket) -> None:
         """Change ``bucket.buffer`` or the bucket's parameters in place."""
+
+    def plan(self, bucket: Bucket) -> Plan | None:
+        """What the stage does with ``bucket`` in every pass, as functions without arguments; ``None``, the default: it
+        runs as a coroutine.
+
+        The functions are the code between the operations that ``__call__`` awaits: they are called one after another,
+        and where one returns an operation, made once or anew, the next is called when its result is there. They are
+        kept with what they use: the bucket's buffer and views, options, and memory that a pass needs from one function
+        to the next, which they allocate. Made again when DDP's buffer, the divisor or the strides of the parameters
+        are others. The bucket's ``step`` is that of the pass in which the plan is made.
+
+        Called on the training thread; it may compute nothing. A plan runs in passes of a registered chain after the
+        first; ``__call__`` in the others, so both must issue the same collectives: see docs/transforms.md. A subclass
+        that overrides ``__call__`` alone runs as a coroutine.
+        """
+        return None
 
     children: tuple[Stage, ...] = ()
     """The stages that this one is made of."""
@@ -293,6 +317,12 @@ def walk(stage: Stage) -> Iterator[Stage]:
     yield stage
     for child in stage.children:
         yield from walk(child)
+
+
+def planner(stage: Stage) -> Callable[[Bucket], Plan | None]:
+    """:meth:`Stage.plan` of ``stage``; none where a subclass has changed the coroutine alone."""
+    of_class = next(cls for cls in type(stage).__mro__ if "plan" in vars(cls) or "__call__" in vars(cls))
+    return stage.plan if "plan" in vars(of_class) else partial(Stage.plan, stage)
 
 
 def redistributed(stage: Stage, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
-from overlap.hooks.stage import UpdateStage
+from overlap.hooks.collectives import Operation
+from overlap.hooks.stage import Plan, UpdateStage
 from overlap.hooks.transforms.transform import Transform
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
@@ -199,6 +200,37 @@ class Update(UpdateStage, Generic[L]):
         if self.is_sharded:
             await self.gather_parameters(bucket, layout)
 
+    def plan(self, bucket: Bucket) -> Plan | None:
+        # As the coroutine, where no rank has to be asked anything.
+        if self.is_sharded or self.finds_unused is not False:
+            return None
+        lifecycle, layouts, index = self.lifecycle, self._layouts, bucket.index
+        known: L | None = None
+        parameters: Sequence[Tensor] = ()
+        gradients: list[Tensor] = []
+
+        def update() -> Operation | None:
+            nonlocal known, parameters, gradients
+            if (layout := layouts.get(index)) is None or layout is not known:  # The optimizer has other parameters.
+                layout = known = self.layout_of(bucket)
+                parameters, gradients = self.gradients(bucket, layout, None)
+            lifecycle.gradients.reduced.update(layout.owned)
+            if lifecycle.outcome is Phase.REDUCED:
+                return None
+            if self.form.is_deferred:
+                self.held.update(zip(parameters, gradients, strict=True))
+                return whole_pass()
+            self.apply(layout, parameters, gradients)
+            return None
+
+        if not self.form.is_deferred:
+            return (update,)
+
+        def update_together() -> Operation | None:
+            return None if lifecycle.outcome is Phase.REDUCED else self._update_held(is_last=bucket.is_last)
+
+        return update, update_together
+
     def layout_of(self, bucket: Bucket) -> L:
         """The layout of ``bucket``."""
         layout = self._layouts.get(bucket.index)
@@ -209,13 +241,16 @@ class Update(UpdateStage, Generic[L]):
     async def _update_together(self, bucket: Bucket, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         self.held.update(zip(parameters, gradients, strict=True))
         await whole_pass()
-        if bucket.is_last:
+        await self._update_held(is_last=bucket.is_last)
+
+    def _update_held(self, *, is_last: bool) -> Operation:
+        if is_last:
             held, self.held = self.held, {}
             if not self.lifecycle.verdict.skips(self.stepped):
                 self.apply_held(held)
             self.lifecycle.gradients.note_applied(held)
         # Only then may DDP copy gradients out of the other buckets, and ranks gather what was updated.
-        await whole_pass()
+        return whole_pass()
 
     async def _used_on_any_rank(self, bucket: Bucket, parameters: Sequence[Tensor]) -> list[bool] | None:
         """Which of ``parameters`` any rank has a gradient for; ``None``: all, or ``step()`` sees it by ``.grad``.

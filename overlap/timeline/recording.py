@@ -350,7 +350,7 @@ class Recorder:
 
         def complete() -> None:
             now = self.clock.now()  # Before the question: the waiting thread may go on after it.
-            if operation in self._in_flight:
+            if self._in_flight.get(operation) is launched:
                 launched.end = now
 
         if self.clock.is_host:

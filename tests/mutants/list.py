@@ -38,8 +38,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "collectives are in another order": Mutant(
         "hooks/engine/wavefront.py",
-        "moving = [task, *filterfalse(_awaits_whole_pass, self.active)]",
-        "moving = [*filterfalse(_awaits_whole_pass, self.active), task]",
+        "moving = self._moving = [task, *self._moving]",
+        "moving = self._moving = [*self._moving, task]",
         "hooks/engine/test_wavefront.py",
     ),
     "an exception on one rank is not reported": Mutant(

@@ -108,6 +108,21 @@ def joins(game: Game) -> None:
             game.update()
 
 
+def fails_in_backward(game: Game) -> None:
+    """Backward raises on every rank, when some of the buckets have been sent."""
+
+    def broken(gradient: Tensor) -> None:
+        raise ValueError("broken on purpose")
+
+    trains(game)
+    hook = game.ddp.module.embedding.weight.register_hook(broken)
+    with contextlib.suppress(ValueError):
+        game.loss().backward()
+    hook.remove()
+    game.ddp.zero_grad(set_to_none=False)
+    trains(game)
+
+
 def fails_in_a_stage(game: Game) -> None:
     """A function of a chain raises on every rank, when some of the buckets have been sent."""
     with contextlib.suppress(ValueError, PeerError):  # A rank that comes there late has the other's error first.

@@ -69,8 +69,8 @@ def _waiting(where: str, asks: str, answer: str, scenario: str) -> Mutant:
 _FREED = "use after free"
 _FORWARD = "sharded, in the next forward"
 _FEEDBACK = "4 bits, feedback, interleaved"
-_BEGIN = "self._stream.wait_stream(current_stream(self._device))"
-_JOIN = "current_stream(self._device).wait_stream(self._stream)"
+_BEGIN = "self._stream.wait_event(self._event)"
+_JOIN = "current_stream(self._device).wait_event(self._event)"
 _ENGINE, _OPTIM = "hooks.engine", "optim"
 
 MUTANTS: dict[str, Mutant] = {
@@ -89,19 +89,22 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.wavefront:BackwardPass.wait", "self.executor.join()", "joins, 4 bits", in_ranks=True
     ),
     "a failed pass ends before its stages": _without(
-        f"{_ENGINE}.wavefront:BackwardPass.fail", "self.executor.join()", "fails in a stage"
+        f"{_ENGINE}.wavefront:BackwardPass.fail", "self.executor.join()", "fails in backward"
     ),
     "a collective that was given up is not waited for": _without(
         f"{_ENGINE}.executors:StreamExecutor.abandon", "operation.abandon(self.wait)", "fails in a stage"
     ),
     "a collective is not waited for": _without(
-        f"{_ENGINE}.executors:StreamExecutor.wait", "work.wait()", "all-reduce, interleaved"
+        "hooks.collectives:Collective.finish", "wait(work)", "all-reduce, interleaved"
     ),
     "DDP's future has no device": Mutant(
         f"{_ENGINE}.executors:StreamExecutor.new_future",
         "future_for(self._device)",
         "__import__('torch').futures.Future()",
-        "all-reduce, no update",
+        "a hook of DDP's own",
+    ),
+    "DDP does not wait for the stages": _without(
+        f"{_ENGINE}.runtime:Runtime.on_bucket", "after_gradients(executor.join)", "all-reduce, no update"
     ),
     "a hook's future is not waited for": Mutant(
         "hooks.collectives:FutureResult.finish", "self._future.wait()", "self._future.value()", "a hook, no update"

@@ -23,6 +23,7 @@ from overlap import (
     Step,
     ZeroRedundancyOptimizer,
     ZeroStep,
+    as_hook,
     as_stage,
     chain,
 )
@@ -103,6 +104,11 @@ def local_sgd(**options: Any) -> Build:
     return build
 
 
+def _hooked(ddp: Any) -> list[Any]:
+    ddp.register_comm_hook(None, as_hook(AllReduce()))
+    return adamw(ddp)
+
+
 def _outer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -135,6 +141,7 @@ _UNUSED: dict[str, Any] = {"model": Unused, "ddp": {"find_unused_parameters": Tr
 SCENARIOS: dict[str, Scenario] = {
     # Reducers. On a device factors are orthogonalized by another algorithm.
     "all-reduce, no update": Scenario(build=reduce(AllReduce), plain=adamw),
+    "a hook of DDP's own": Scenario(build=_hooked, plain=adamw),
     "a hook, no update": Scenario(build=reduce(lambda: as_stage(_hook))),
     "all-reduce, interleaved": Scenario(build=step(AllReduce), plain=adamw),
     "4 bits, feedback, interleaved": Scenario(build=step(_four_bits)),
@@ -160,6 +167,7 @@ SCENARIOS: dict[str, Scenario] = {
     "released, on two streams": Scenario(
         build=step(AllReduce, release_gradients=True), model=Branches, ddp=_VIEWS, plain=adamw
     ),
+    "fails in backward": Scenario(build=step(AllReduce, deferred=True), loop=loops.fails_in_backward, ddp=_VIEWS),
     "fails in a stage": Scenario(build=step(AllReduce, _failing, deferred=True), loop=loops.fails_in_a_stage),
     "joins": Scenario(build=step(AllReduce), loop=loops.joins, plain=adamw),
     "joins, 4 bits": Scenario(build=step(_four_bits), loop=loops.joins),

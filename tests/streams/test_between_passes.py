@@ -14,7 +14,7 @@ from harness import run_ranks
 from harness.streams import STREAMS_BACKEND, detecting
 from overlap import AllReduce, Bucket, LocalSGD, Stage, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.hooks import StageContext, all_reduce
-from overlap.hooks.engine.wavefront import Item
+from overlap.hooks.engine.wavefront import BackgroundTask
 from overlap.hooks.stage import Role
 
 from .model import batch, wrapped
@@ -59,14 +59,14 @@ class _Fails(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         self.buffers.append(bucket.buffer)
 
-    async def _work(self, item: Item) -> None:
+    async def _work(self, item: BackgroundTask) -> None:
         total = torch.stack([buffer.sum() for buffer in self.buffers])
         await all_reduce(total)
         raise RuntimeError("as it was told")
 
     def after_backward(self, *, failed: bool) -> None:
         assert self.context.background is not None
-        (self.completion,) = self.context.background([Item(index=0)], self._work).values()
+        (self.completion,) = self.context.background([BackgroundTask(index=0)], self._work).values()
 
 
 def _failing(rank: int) -> None:

@@ -51,6 +51,7 @@ class Channels:
         """Where these ranks report failures until they connect again; ``None`` where they are not about to connect."""
         self._channels: dict[dist.ProcessGroup, GlooChannel] = {}
         self._left: list[GlooChannel] = []
+        self._shared: dict[dist.ProcessGroup, GroupChannel] = {}
         # See [Note: names of connections].
         self._number: int | None = None
         self._attempts = itertools.count()
@@ -69,11 +70,13 @@ class Channels:
             CollectiveError: a rank is late.
         """
         used = self.group if group is None else group
-        if not self.are_private:
-            own: Channel | None = getattr(used, "overlap_channel", None)
-            return GroupChannel(used) if own is None else own
-        channel = self._channels.get(used)
-        return self._connected(used) if channel is None else channel
+        if self.are_private:
+            channel = self._channels.get(used)
+            return self._connected(used) if channel is None else channel
+        own: Channel | None = getattr(used, "overlap_channel", None)
+        if own is None and (own := self._shared.get(used)) is None:
+            own = self._shared[used] = GroupChannel(used)
+        return own
 
     def _connected(self, group: dist.ProcessGroup) -> Channel:
         if not self.can_serve(group):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import refuse_capture
 from overlap._threads import start
-from overlap._torch.autograd import by_default, without_saved_context
+from overlap._torch.autograd import run_as_step
 from overlap._torch.c10d import has_lost_connection
 from overlap._torch.ddp import data_parallel_parameters
-from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
+from overlap._torch.device import current_stream, future_for, has_streams, new_event, on_stream, stream_of
 from overlap.errors import CollectiveError
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import Channels
@@ -106,8 +107,7 @@ class Executor:
     def submit(self, job: _Job) -> None:
         """Run ``job`` after what the caller has done so far, in the modes of an optimizer's step."""
         self.begin()
-        with by_default(self._device), without_saved_context():
-            job()
+        run_as_step(job, self._device.type)
 
     def begin(self) -> None:
         """Let what follows in the scope start after what the caller has done so far."""
@@ -178,9 +178,14 @@ class StreamExecutor(Executor):
 
     def __init__(self, channels: Channels, device: torch.device, owner: object | None) -> None:
         super().__init__(channels)
+        # Not as methods, which would be two more calls of Python's for every bucket: errors are those of the backend,
+        # and a work makes the current stream wait.
+        self.launch = methodcaller("launch", channels)  # type: ignore[assignment]
+        self.wait = methodcaller("wait")  # type: ignore[assignment]
         self._device = device
         self._owner = owner
         self._stream: Any | None = None
+        self._event: Any = None
 
     def of(self, step: int) -> Executor:
         if step != 0:
@@ -197,20 +202,22 @@ class StreamExecutor(Executor):
             return
         if self._stream is None:
             self._stream = stream_of(self._owner, self._device, priority=_PRIORITY)
-        self._stream.wait_stream(current_stream(self._device))
+            self._event = new_event(self._device)
+        # The gradients of the bucket that has arrived were computed on the current stream, and the stages read them on
+        # the side stream. One event serves all buckets, since a wait is for the record that it follows on the host, and
+        # one is recorded again only behind that; ``wait_stream`` would make an event for each.
+        self._event.record(current_stream(self._device))
+        self._stream.wait_event(self._event)
 
     def scope(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else on_stream(self._stream)
 
     def join(self) -> None:
+        # What runs next on the current stream reads or frees what the side stream has written. The side stream runs in
+        # order, so a wait for its last piece of work covers those of all buckets before.
         if self._stream is not None:
-            current_stream(self._device).wait_stream(self._stream)
-
-    def launch(self, operation: Operation) -> None:
-        operation.launch(self.channels)
-
-    def wait(self, work: dist.Work) -> None:
-        work.wait()
+            self._event.record(self._stream)
+            current_stream(self._device).wait_event(self._event)
 
     def abandon(self, operation: Operation) -> None:
         # This is for the buffers alone: an operation that has failed is done with them.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import refuse_capture
-from overlap._torch.autograd import after_backward, backward_id, if_abandoned, without_saved_context
+from overlap._torch.autograd import after_backward, after_gradients, backward_id, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import OutsideOfBuckets, forget_unfinished_backward, has_all_buckets, is_to_rebuild, tensors_in
 from overlap._torch.device import has_streams, hold, is_capturing
@@ -24,19 +24,22 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.engine.executors import BucketFuture, StreamExecutor, model_executor
 from overlap.hooks.engine.wavefront import (
+    BackgroundTask,
     BackwardPass,
     Completion,
-    Item,
-    StageRun,
+    Piece,
     Subject,
+    Task,
     run_items,
 )
 from overlap.hooks.stage import (
+    Plan,
     Role,
     Stage,
     StageContext,
     UpdateStage,
     check_order,
+    planner,
     updates_of,
     walk,
     with_contexts,
@@ -72,13 +75,34 @@ class AbandonedBackwardError(RuntimeError):
 
 
 class _KnownBucket(NamedTuple):
-    """One of DDP's buckets, as it is in every pass unless the model or DDP's buckets change."""
+    """The parameters of one of DDP's buckets, the same in every pass unless the model or its buckets change."""
 
     parameters: tuple[Tensor, ...]
     strides: list[tuple[int, ...]]
     fqns: tuple[str, ...] | None
     refusal: str | None
     """Why stages must not use it."""
+
+
+class _KeptBucket(NamedTuple):
+    """One of DDP's buckets with the task that runs its plans. See [Note: plans]."""
+
+    bucket: Bucket
+    strides: list[tuple[int, ...]]
+    task: Task
+    has_coroutines: bool
+    future: BucketFuture
+    """Completed, for DDP, which waits for the stages' stream and not for each bucket; see :meth:`Runtime.on_bucket`."""
+
+    def fits(self, raw: GradBucket, divisor: int) -> bool:
+        """Whether the plans are those of ``raw``: DDP makes a bucket's tensor together with its list of parameters, and
+        while it is kept here no other object has its identity."""
+        bucket = self.bucket
+        return (
+            raw.buffer() is bucket.buffer
+            and divisor == bucket.divisor
+            and [*map(stride_of, bucket.parameters)] == self.strides
+        )
 
 
 class Runtime:
@@ -122,7 +146,9 @@ class Runtime:
         self._called: dict[str, list[Stage]] = {
             method: [] for method in ("before_forward", "before_backward", "after_backward", "commit", "discard")
         }
-        self._runs: list[StageRun] = []
+        # The chain as coroutines, and the method of each stage that may offer a plan instead.
+        self._pieces: list[Piece] = []
+        self._planners: list[Callable[[Bucket], Plan | None]] = []
         self.updates: Sequence[UpdateStage] = ()
         """Those of the chain."""
         # By the bucket's index.
@@ -130,6 +156,7 @@ class Runtime:
         self._reduced: Collection[Tensor] = ()
         """The parameters that DDP reduces, which only the buckets of a backward tell for certain."""
         self._knows_reduced = self._has_warned = False
+        self._kept: dict[int, _KeptBucket] = {}
         # As the parameters were at registration or, registered as a hook, when their gradients first arrived.
         self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
         worker = self.executor.worker
@@ -148,7 +175,8 @@ class Runtime:
         for method in self._called:
             default = getattr(Stage, method)
             self._called[method] = [one for one in self._attached if getattr(type(one), method) is not default]
-        self._runs[:] = [StageRun(repr(stage), stage, _passed(stage)) for stage in sequence]
+        self._pieces = [Piece(repr(stage), stage, passed=_passed(stage)) for stage in sequence]
+        self._planners = [planner(stage) for stage in sequence]
         self.updates = updates_of(sequence)
         _check_disjoint(self.updates, self.context.names)
         # Until they are known, all that DDP may reduce; an averager is made for those that are trained then.
@@ -175,6 +203,7 @@ class Runtime:
                 errors.append(error)
         self._watchers.clear()
         self._known.clear()
+        self._kept.clear()
         channels, worker = self.executor.channels, self.executor.worker
         if self._end.detach() is None or worker is None:
             channels.abort()
@@ -277,10 +306,10 @@ class Runtime:
         model, are_private = self._model(), self.executor.channels.are_private
         if are_private and model is not None and is_to_rebuild(model) and not self.context.is_joining():
 
-            async def meet(item: Item) -> None:
+            async def meet(task: BackgroundTask) -> None:
                 await all_reduce(torch.zeros(1, device="cpu"), group=self.context.group)
 
-            (met,) = self.background([Item(index=0)], meet).values()
+            (met,) = self.background([BackgroundTask(index=0)], meet).values()
             met.wait()
 
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
@@ -291,10 +320,48 @@ class Runtime:
             self._watch_backward(graph)
         if self._pass is None or index == 0:
             self._pass = self._begin(is_replay=is_replay)
-        current, executor = self._pass, self._pass.executor
-        parameters = raw.parameters()
-        known = self._known.get(index)
-        strides = list(map(stride_of, parameters))
+        current, executor, refusal = self._pass, self._pass.executor, None
+        kept = self._kept.get(index) if current.is_plain else None
+        if kept is not None and kept.fits(raw, current.divisor):
+            bucket = kept.bucket
+            if kept.has_coroutines:  # They may keep what they are given, and a plan does not look at it again.
+                bucket = bucket.again(raw)
+            bucket.__dict__["step"] = current.step
+        else:
+            bucket, kept, refusal = self._changed_bucket(raw, current, is_replay)
+        if executor.observer is not None:
+            executor.observer.arrived(bucket)
+        given, on_done = bucket, None
+        if kept is not None and executor.worker is None:
+            task, future = kept.task, kept.future
+        else:
+            on_done, future = current.complete, current.expect(bucket)
+            if kept is not None:
+                task = kept.task
+            else:
+                task, given = Task(self._pieces, executor), current.lent(bucket)
+        if bucket.is_last and not is_replay:
+            after_backward(partial(self._finish, current), if_dropped=partial(self._finish_without_raise, current))
+            if current.is_plain:
+                # DDP's finalization reads the means and the loop the parameters. It is queued when this returns, so it
+                # runs behind this: the training stream waits for the stages of all buckets by one event, in place of
+                # one for each of their futures. On this thread the last bucket's own are all launched by then.
+                after_gradients(executor.join)
+        if refusal is not None:
+            executor.submit(partial(current.fail, refusal))
+        elif current.error is None:
+            executor.submit(partial(current.drive, task, bucket, given, on_done))
+        if bucket.is_last and is_replay:
+            current.wait()
+            self._finish(current)
+        return future
+
+    def _changed_bucket(
+        self, raw: GradBucket, current: BackwardPass, is_replay: bool
+    ) -> tuple[Bucket, _KeptBucket | None, Exception | None]:
+        """A bucket for which no task is kept, a task to keep where the pass is plain, and why it is refused, if so."""
+        index, parameters = raw.index(), raw.parameters()
+        known, strides = self._known.get(index), list(map(stride_of, parameters))
         # The length comes with the strides.
         if known is None or strides != known.strides or not all(map(operator.is_, parameters, known.parameters)):
             known = self._note_bucket(index, parameters, strides)
@@ -310,28 +377,42 @@ class Runtime:
             raw=raw,
             fqns=known.fqns,
         )
-        future = executor.new_future()
-        if executor.observer is not None:
-            executor.observer.arrived(bucket)
         if bucket.is_last and not self._knows_reduced:
             self._knows_reduced = True
             if (model := self._model()) is not None and has_all_buckets(model):
                 self._reduced = {parameter for one in self._known.values() for parameter in one.parameters}
-        if bucket.is_last and not is_replay:
-            after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
-        refusal: Exception | None = None
         if bucket.buffer.is_sparse:
             refusal = UnsupportedError(_SPARSE)
             refusal.add_note(f"raised for {bucket.describe()}")
-        elif known.refusal is not None and not is_replay:
-            refusal = TrainingLoopError(known.refusal)
-        if (task := current.admit(bucket, future)) is not None:
-            is_last, fail = bucket.is_last, current.fail
-            executor.submit(partial(current.drive, task, is_last) if refusal is None else partial(fail, refusal))
-        if bucket.is_last and is_replay:
-            current.wait()
-            self._finish(current)
-        return future
+            return bucket, None, refusal
+        if known.refusal is not None and not is_replay:
+            return bucket, None, TrainingLoopError(known.refusal)
+        if not current.is_plain:
+            return bucket, None, None
+        try:
+            kept = self._kept[index] = self._keep(bucket, strides, current)
+        except Exception as error:
+            error.add_note(f"raised when {self.stage!r} made plans, {bucket.describe()}")
+            return bucket, None, error
+        return bucket, kept, None
+
+    def _keep(self, bucket: Bucket, strides: list[tuple[int, ...]], current: BackwardPass) -> _KeptBucket:
+        """Make the plans of ``bucket``. See [Note: plans]."""
+        pieces: list[Piece] = []
+        given, coroutines = bucket, 0
+        for whole, plan in zip(self._pieces, self._planners, strict=True):
+            if planned := plan(given):
+                pieces += [Piece(whole.label, code, is_planned=True) for code in planned]
+                pieces[-1] = pieces[-1]._replace(passed=whole.passed)
+            else:
+                pieces.append(whole)
+                coroutines = len(pieces)
+            given = given if whole.passed is None else whole.passed(given)
+        # Plans have their buckets.
+        pieces[coroutines:] = [piece._replace(passed=None) for piece in pieces[coroutines:]]
+        future = BucketFuture()
+        future.set_result(bucket.buffer)
+        return _KeptBucket(bucket, strides, Task(pieces, current.executor), coroutines > 0, future)
 
     def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
         """Refuses parameters that had other strides when DDP laid out its buckets."""
@@ -375,16 +456,20 @@ class Runtime:
     @without_saved_context()
     def _begin(self, *, is_replay: bool) -> BackwardPass:
         if (stale := self._pass) is not None:
+            self._kept.clear()  # Those that are in flight are closed.
             error = RuntimeError("a new backward began before all buckets had arrived")
             self.executor.submit(partial(stale.fail, error))
             stale.wait()
             self.discard()
+        watchers = () if is_replay else self._watchers
         begun = BackwardPass(
             self.passes,
-            self._runs,
             self.executor.of(self.passes),
             divisor=gradient_divisor(self.context.group),
-            watchers=() if is_replay else self._watchers,
+            # After its first pass DDP builds other buckets; a replay and a watcher have other memory in each. A hook
+            # that is registered with DDP itself may be called by another one, which waits for its futures.
+            is_plain=self.passes > 0 and not (is_replay or watchers or self.context.names is None),
+            watchers=watchers,
         )
         self.passes += 1
         self._are_finite.clear()
@@ -414,7 +499,7 @@ class Runtime:
             hide_internal_frames(error)
             raise error
 
-    def _finish_unheard(self, finished: BackwardPass) -> None:
+    def _finish_without_raise(self, finished: BackwardPass) -> None:
         """Called in place of :meth:`_finish` where backward raises the error of another model's pass."""
         if self._pass is finished:
             self._conclude(finished)
@@ -423,6 +508,8 @@ class Runtime:
         """Notify every stage that the pass is over; returns the error with which it ended, or else a stage's own."""
         self._pass = None
         error = finished.error
+        if error is not None:
+            self._kept.clear()
         for watcher in self._watchers:
             watcher.over(failed=error is not None)
         if error is None and self._are_finite:

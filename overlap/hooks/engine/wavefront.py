@@ -30,6 +30,7 @@ import operator
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import filterfalse
 from typing import Any, NamedTuple, TypeVar
@@ -44,10 +45,10 @@ from overlap.hooks.engine.executors import BucketFuture, Executor
 
 __all__ = [
     "BETWEEN_PASSES",
+    "BackgroundTask",
     "BackwardPass",
     "Completion",
-    "Item",
-    "StageRun",
+    "Piece",
     "Subject",
     "Task",
     "Wavefront",
@@ -66,121 +67,175 @@ class Wavefront:
     """The order in which the buckets of one backward pass advance. See [Note: one order of collectives]."""
 
     def __init__(self) -> None:
-        self.active: list[Task] = []
-        """The tasks that have arrived and are not done, in the order in which they advance next."""
+        self._moving: list[Task] = []
+        self._standing: list[Task] = []
+
+    @property
+    def active(self) -> list[Task]:
+        """The tasks that have arrived and are not done."""
+        return [*self._standing, *self._moving]
 
     def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
-        moving = [task, *filterfalse(_awaits_whole_pass, self.active)]
-        self.active = [*filter(_awaits_whole_pass, self.active), *moving]
+        moving = self._moving = [task, *self._moving]
         while moving:
             for each in moving:
                 each.advance()
-            self.active = list(filterfalse(_is_done, self.active))
-            moving = list(filterfalse(_awaits_whole_pass, self.active)) or self.active if is_last else []
+            left = list(filterfalse(_is_done, moving))
+            if any(map(_awaits_whole_pass, left)):
+                self._standing += filter(_awaits_whole_pass, left)
+                left = list(filterfalse(_awaits_whole_pass, left))
+            if is_last and not left:
+                left, self._standing = self._standing, []
+            moving, self._moving = left if is_last else [], left
 
 
-class StageRun(NamedTuple):
-    """One stage of a chain, as a task runs it."""
+class Piece(NamedTuple):
+    """Code that a task runs: of one stage, up to its next operation or its end."""
 
     label: str
-    run: Callable[[Any], Coroutine[Operation, Any, None]]
+    """Of the stage, in profiles and errors."""
+    code: Callable[..., Any]
+    """A piece of a plan: called, it returns the operation to launch. Or a whole stage: it returns a coroutine."""
+    is_planned: bool = False
     passed: Callable[[Any], Any] | None = None
-    """Gives the bucket as the next stage gets it; the same bucket where ``None``."""
+    """Gives the bucket as the next stage gets it, when this stage is done; the same bucket where ``None``."""
+
+
+class _Labels(dict[str, Any]):
+    """The labels in profiles of what runs for one subject, by the names of stages and operations, made on first use."""
+
+    def __init__(self, labelled: LabelType, index: int) -> None:
+        self.labelled = labelled
+        self._index = index
+
+    def __missing__(self, name: str) -> Any:
+        made = self[name] = self.labelled(f"overlap::{name}[bucket {self._index}]")
+        return made
+
+
+_NO_LABELS = _Labels(nullcontext, -1)
 
 
 class Task:
-    """Runs the stages' coroutines for one subject, a bucket or an item, from one operation to the next.
+    """Runs the pieces of one subject, a bucket or work between passes, from one operation to the next.
 
-    ``given`` is the subject as the first stage gets it; ``labelled`` puts the code in profiles; ``on_done`` is called
-    with the subject when the last stage is done.
+    [Note: plans]
+
+    A stage is a coroutine, or where :meth:`Stage.plan` offers one, a *plan*: the functions between its operations.
+    Plans are made once for each of DDP's buckets and kept with what they use, so that a bucket costs the host little
+    more than its kernels. A task runs both, so one wavefront orders them. It is made for one pass, or kept and begun
+    again in each pass that is plain (see ``BackwardPass.is_plain``) while DDP's bucket is what it was (see
+    ``runtime._KeptBucket``).
     """
 
-    def __init__(
-        self,
-        subject: Any,
-        given: Any,
-        runs: Sequence[StageRun],
-        executor: Executor,
-        *,
-        labelled: LabelType,
-        on_done: Callable[[Any], None] | None = None,
-    ) -> None:
-        self.subject = subject
+    def __init__(self, pieces: Sequence[Piece], executor: Executor) -> None:
         self.is_done = False
         self.awaits_whole_pass = False
         """Whether it can continue only when every other task is done or awaits the same."""
-        self._given = given
-        self._runs = runs
+        self._pieces = pieces
         self._position = 0
-        self._coroutine: Coroutine[Operation, Any, None] | None = None
         self._executor = executor
-        self._labelled = labelled
-        self._on_done = on_done
+        self._labels = _NO_LABELS
+        self._subject: Any = None
+        self._given: Any = None
+        self._on_done: Callable[[Any], None] | None = None
+        self._coroutine: Coroutine[Operation, Any, None] | None = None
+        # The operation in flight, and the piece that launched it.
         self._in_flight: Operation | None = None
+        self._launched: Piece | None = None
+
+    def begin(
+        self, subject: Any, given: Any, labelled: LabelType, on_done: Callable[[Any], None] | None = None
+    ) -> None:
+        """Run the pieces for ``subject`` from now on, on the thread that runs them.
+
+        ``given`` is the subject as the first stage gets it; ``labelled`` puts the code in profiles; ``on_done`` is
+        called with the subject when the last piece is done.
+        """
+        self.is_done = self.awaits_whole_pass = False
+        self._position = 0
+        self._subject, self._given, self._on_done = subject, given, on_done
+        if labelled is not self._labels.labelled:
+            self._labels = _Labels(labelled, subject.index)
 
     def advance(self) -> None:
-        """Wait for what is in flight, run to the next operation, launch it; called in the executor's scope."""
-        subject, observer, labelled = self.subject, self._executor.observer, self._labelled
+        """Wait for what is in flight, run to the next operation, launch it; called in the executor's scope.
+
+        It is called when a later bucket arrives, or after the last one: so code behind an operation, such as an update
+        behind the reduction, runs then, and not when the operation completes. See [Note: one order of collectives].
+        """
+        executor, observer, labels, pieces = self._executor, self._executor.observer, self._labels, self._pieces
         result: Any = None
         raised: Exception | None = None
         awaited: Operation | None = None
         if (operation := self._in_flight) is not None:
             if observer is not None:
-                observer.waiting(subject, operation)
+                observer.waiting(self._subject, operation)
             try:
-                with labelled(f"overlap::{operation.label}[bucket {subject.index}]"):
-                    result = operation.finish(self._executor.wait)
+                with labels[operation.label]:
+                    result = operation.finish(executor.wait)
             except Exception as error:
+                if self._launched is not None and self._launched.is_planned:
+                    self._note(error, f"raised in stage {self._launched.label}")
+                    raise
                 raised = error  # The stage's own code may handle it.
             else:
                 if observer is not None:
-                    observer.finished(subject, operation)
+                    observer.finished(self._subject, operation)
             # What it sent, too, is the stage's alone now, which can give it back before it continues.
-            self._in_flight = operation = None
-        while self._position < len(self._runs):
-            stage = self._runs[self._position]
+            self._in_flight = self._launched = operation = None
+        while awaited is None and self._position < len(pieces):
+            piece = pieces[self._position]
+            label, code, is_planned, passed = piece
             if observer is not None:
-                observer.running(subject, stage.label)
+                observer.running(self._subject, label)
             try:
-                with labelled(f"overlap::{stage.label}[bucket {subject.index}]"):
-                    if self._coroutine is None:
-                        self._coroutine = stage.run(self._given)
-                    coroutine = self._coroutine
-                    awaited = coroutine.send(result) if raised is None else coroutine.throw(raised)
-                break
-            except StopIteration:
-                self._coroutine = result = None
-                self._position += 1
-                if self._position == len(self._runs):
-                    self._given = None  # Nothing here refers to the gradients any more.
-                elif stage.passed is not None:
-                    self._given = stage.passed(self._given)
+                with labels[label]:
+                    awaited = code() if is_planned else self._resume(code, result, raised)
             except Exception as error:
-                error.add_note(f"raised in stage {stage.label}, {subject.describe()}")
+                self._note(error, f"raised in stage {label}")
                 raise
             finally:
                 raised = None  # It has this frame, which would keep it.
                 if observer is not None:
-                    observer.ran(subject, stage.label)
+                    observer.ran(self._subject, label)
+            if is_planned or awaited is None:
+                result = None
+                self._position += 1
+                if passed is not None:
+                    self._given = passed(self._given)
         if awaited is None:
+            self._given = None  # Nothing here refers to the gradients any more.
             self.is_done = True
             if self._on_done is not None:
-                self._on_done(subject)
+                self._on_done(self._subject)
             return
         self.awaits_whole_pass = isinstance(awaited, WholePass)
-        label = self._runs[self._position].label
         try:
-            self._executor.launch(awaited)
+            executor.launch(awaited)
         except Exception as error:
-            error.add_note(f"raised when stage {label} launched {awaited.label}, {subject.describe()}")
+            self._note(error, f"raised when stage {label} launched {awaited.label}")
             raise
-        self._in_flight = awaited
+        self._in_flight, self._launched = awaited, piece
         if observer is not None:
-            observer.launched(subject, label, awaited)
+            observer.launched(self._subject, label, awaited)
+
+    def _resume(self, stage: Callable[[Any], Any], result: Any, raised: Exception | None) -> Operation | None:
+        """Run the stage's coroutine to its next operation; ``None``: it is done."""
+        if self._coroutine is None:
+            self._coroutine = stage(self._given)
+        try:
+            return self._coroutine.send(result) if raised is None else self._coroutine.throw(raised)
+        except StopIteration:
+            self._coroutine = None
+            return None
+
+    def _note(self, error: Exception, where: str) -> None:
+        error.add_note(f"{where}, {self._subject.describe()}")
 
     def close(self) -> None:
-        """Abandon the coroutine: its ``finally`` blocks run.
+        """Abandon what runs: the ``finally`` blocks of a coroutine run. It cannot begin again.
 
         On a stream what it has in flight is waited for: the buffers go back to whoever owns them.
         """
@@ -202,40 +257,39 @@ class BackwardPass:
     """
 
     def __init__(
-        self,
-        step: int,
-        runs: Sequence[StageRun],
-        executor: Executor,
-        *,
-        divisor: int,
-        watchers: Sequence[Any] = (),
+        self, step: int, executor: Executor, *, divisor: int, is_plain: bool = False, watchers: Sequence[Any] = ()
     ) -> None:
         self.step = step
         self.divisor = divisor
         """The same for all buckets: the ranks that take part do not change within a pass."""
+        self.is_plain = is_plain
+        """Whether kept tasks may run: decided once, when the pass begins. See [Note: plans]."""
         self.error: BaseException | None = None
         self.executor = executor
-        self._runs = runs
-        self._labelled = label_type()
+        self.labelled = label_type()
         self._watchers = watchers
         self._wavefront = Wavefront()
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()
 
-    def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
-        """Accept a bucket, on the training thread; ``None`` if the pass has failed and nothing more is to run."""
-        given = bucket
+    def lent(self, bucket: Bucket) -> Bucket:
+        """``bucket`` as the first stage gets it, on the training thread."""
         for watcher in self._watchers:
-            given = watcher.arrived(given)
-        with self._lock:
-            if self.error is not None:
-                future.set_result(bucket.buffer)
-                return None
-            self._unfinished[bucket.index] = (future, bucket.buffer)
-        return Task(bucket, given, self._runs, self.executor, labelled=self._labelled, on_done=self._complete)
+            bucket = watcher.arrived(bucket)
+        return bucket
 
-    def drive(self, task: Task, is_last: bool) -> None:
+    def expect(self, bucket: Bucket) -> BucketFuture:
+        """A future that :meth:`complete` completes, on the training thread; at once if the pass has failed."""
+        future = self.executor.new_future()
+        with self._lock:
+            if self.error is None:
+                self._unfinished[bucket.index] = (future, bucket.buffer)
+                return future
+        future.set_result(bucket.buffer)
+        return future
+
+    def drive(self, task: Task, bucket: Bucket, given: Bucket, on_done: Callable[[Bucket], None] | None) -> None:
         """Add a bucket to the wavefront, on the thread that runs the stages."""
         if self.error is not None:
             return
@@ -244,7 +298,8 @@ class BackwardPass:
             if not self.executor.channels.is_open:
                 self.executor.channels.open()
             with self.executor.scope():
-                self._wavefront.arrive(task, is_last=is_last)
+                task.begin(bucket, given, self.labelled, on_done)
+                self._wavefront.arrive(task, is_last=bucket.is_last)
         except BaseException as error:
             self.fail(error)
 
@@ -271,7 +326,8 @@ class BackwardPass:
             future.wait()
         self.executor.join()  # Behind those, too, that were done before; in a backward, DDP waits for all.
 
-    def _complete(self, bucket: Bucket) -> None:
+    def complete(self, bucket: Bucket) -> None:
+        """The last stage of a bucket is done."""
         with self._lock:
             future = self._unfinished.pop(bucket.index)[0]
         try:
@@ -287,7 +343,7 @@ class BackwardPass:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Item:
+class BackgroundTask:
     """One piece of work between passes, as profiles and error messages name it. A bucket can be used as well."""
 
     index: int
@@ -299,7 +355,7 @@ class Item:
         return f"part {self.index}"
 
 
-Subject = Bucket | Item
+Subject = Bucket | BackgroundTask
 """A task works on one of these."""
 T = TypeVar("T", bound=Subject)
 Work = Callable[[T], Coroutine[Operation, Any, None]]
@@ -315,13 +371,14 @@ def run_items(
     of the item before, and before the others of that item.
     """
     active: list[Task] = []
-    runs, labelled = [StageRun(BETWEEN_PASSES, work)], label_type()
+    pieces, labelled = [Piece(BETWEEN_PASSES, work)], label_type()
     try:
         with executor.scope():
             for item in [*items, None]:
                 if item is not None:
                     on_done = None if completions is None else completions[item].set
-                    active.append(Task(item, item, runs, executor, labelled=labelled, on_done=on_done))
+                    active.append(Task(pieces, executor))
+                    active[-1].begin(item, item, labelled, on_done)
                     active[-1].advance()
                 while len(active) > (0 if item is None else 1):
                     while not active[0].is_done:

@@ -26,7 +26,7 @@ from overlap._torch.device import hold
 from overlap._torch.foreach import all_finite, copy_all
 from overlap.hooks import StageContext, all_reduce
 from overlap.hooks.engine.executors import executor_for
-from overlap.hooks.engine.wavefront import Completion, Item, run_now
+from overlap.hooks.engine.wavefront import BackgroundTask, Completion, run_now
 from overlap.hooks.wires import QuantizedSum, StageMemory, Wire
 
 __all__ = ["Running", "WiredMean", "average", "wider"]
@@ -42,7 +42,7 @@ class Running:
     """An average that may still be under way."""
 
     wire: WiredMean | None = None
-    completions: dict[Item, Completion] = field(default_factory=dict)
+    completions: dict[BackgroundTask, Completion] = field(default_factory=dict)
     are_finite: list[Tensor] = field(default_factory=list)
     """Of each mean through the wire."""
 
@@ -112,7 +112,7 @@ def average(
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Part(Item):
+class _Part(BackgroundTask):
     """Tensors of one dtype that travel together, or one that is averaged where it is."""
 
     members: dict[str, Tensor]

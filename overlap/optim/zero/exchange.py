@@ -51,7 +51,7 @@ from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.hooks.collectives import Operation, add_messages, broadcast_each, reduce_each
-from overlap.hooks.engine.wavefront import Item
+from overlap.hooks.engine.wavefront import BackgroundTask
 from overlap.hooks.segments import can_be_sent, round_up, segment_multiple
 from overlap.optim.zero.shards import Shard
 
@@ -268,7 +268,7 @@ def reduced(bucket: Bucket, shards: BucketShards | None) -> Bucket:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Gather(Item):
+class Gather(BackgroundTask):
     """Bringing the parameters of one bucket to all ranks, as a piece of background work."""
 
     shards: BucketShards

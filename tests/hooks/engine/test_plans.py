@@ -1,0 +1,261 @@
+"""Plans beside coroutines: the same collectives, the same bits, the same errors. See [Note: plans]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.streams import one_process
+from overlap import (
+    AllGather,
+    AllReduce,
+    Bucket,
+    Cast,
+    ClipGradNorm,
+    Int8,
+    Log,
+    OverlappedOptimizer,
+    PowerSGD,
+    Quantize,
+    SkipNonFinite,
+    Stage,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+    route,
+)
+from overlap._torch.device import streams_replaced
+from overlap.hooks import Role
+from overlap.hooks.collectives import Operation
+from overlap.hooks.engine import runtime
+from overlap.hooks.engine.registration import registration_of
+
+from ..one_stream import OneStream
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def halve(bucket: Bucket) -> None:
+    assert bucket.is_mean
+    bucket.buffer.mul_(0.5)
+
+
+def _stepped(*before: Any, **options: Any) -> Callable[[Any], Any]:
+    def register(ddp: DistributedDataParallel) -> Any:
+        optimizer = OverlappedOptimizer(_adamw(ddp.parameters()))
+        chain(*before, Step(optimizer, **options)).register(ddp)
+        return optimizer
+
+    return register
+
+
+def _reduced(*stages: Any) -> Callable[[Any], Any]:
+    def register(ddp: DistributedDataParallel) -> Any:
+        chain(*stages).register(ddp)
+        return _adamw(ddp.parameters())
+
+    return register
+
+
+def _automatic(**options: Any) -> Callable[[Any], Any]:
+    return lambda ddp: chain(AllReduce(), Step(_adamw(ddp.parameters()), **options)).register(ddp) and None
+
+
+def _sharded(**options: Any) -> Callable[[Any], Any]:
+    def register(ddp: DistributedDataParallel) -> Any:
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, foreach=True)
+        chain(ZeroStep(zero, **options)).register(ddp)
+        return zero
+
+    return register
+
+
+CHAINS: dict[str, Callable[[], Callable[[Any], Any]]] = {
+    "AllReduce": lambda: _reduced(AllReduce()),
+    "AllGather": lambda: _reduced(AllGather()),
+    "Cast": lambda: _reduced(Cast(torch.bfloat16)),
+    "Cast of the same dtype": lambda: _reduced(Cast(torch.float32)),
+    "Cast of another reducer": lambda: _reduced(Cast(torch.float16, AllGather())),
+    "Quantize": lambda: _reduced(Quantize(Int8())),
+    "PowerSGD": lambda: _reduced(PowerSGD(rank=1, min_compression_rate=1.0)),
+    "route": lambda: _reduced(route({"*.bias": AllReduce(), "*": Cast(torch.bfloat16)})),
+    "Step": lambda: _stepped(AllReduce()),
+    "Step, deferred": lambda: _stepped(AllReduce(), deferred=True),
+    "Step, released": lambda: _stepped(AllReduce(), release_gradients=True),
+    "Step, automatic": _automatic,
+    "Step, automatic, deferred": lambda: _automatic(deferred=True),
+    "a function between": lambda: _stepped(AllReduce(), halve),
+    "a function behind": lambda: _reduced(AllReduce(), halve),
+    "a clip and a log": lambda: _stepped(Log(lambda step, norms: None), AllReduce(), ClipGradNorm(0.1)),
+    "a skip": lambda: _stepped(Cast(torch.bfloat16), SkipNonFinite()),
+    "ZeroStep": _sharded,
+}
+
+
+class _Launches:
+    """An observer of what is launched, and in which order."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[int, int, str, str]] = []
+
+    def launched(self, subject: Any, label: str, operation: Operation) -> None:
+        self.log.append((subject.step, subject.index, label, operation.label))
+
+    def arrived(self, bucket: Bucket) -> None: ...
+    def running(self, subject: Any, label: str) -> None: ...
+    def ran(self, subject: Any, label: str) -> None: ...
+    def waiting(self, subject: Any, operation: Operation) -> None: ...
+    def finished(self, subject: Any, operation: Operation) -> None: ...
+
+
+def _wrapped() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    return DistributedDataParallel(model, bucket_cap_mb=300 / 2**20, gradient_as_bucket_view=True)
+
+
+def _train(ddp: Any, optimizer: Any, steps: int = 4) -> None:
+    for step in range(steps):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        ddp(x).square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture(autouse=True, params=["streams", "a thread"])
+def _group(request: pytest.FixtureRequest) -> Iterator[None]:
+    with one_process(2), streams_replaced(OneStream(has_streams=request.param == "streams")):
+        yield
+
+
+def _played(name: str) -> tuple[list[Any], list[torch.Tensor], int]:
+    ddp, observer = _wrapped(), _Launches()
+    optimizer = CHAINS[name]()(ddp)
+    registration = registration_of(ddp)
+    assert registration is not None
+    registration.runtime.executor.observer = observer
+    _train(ddp, optimizer)
+    planned = sum(piece.is_planned for kept in registration.runtime._kept.values() for piece in kept.task._pieces)
+    return observer.log, [parameter.detach().clone() for parameter in ddp.parameters()], planned
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_plans_launch_what_coroutines_do_in_the_same_order_with_the_same_bits(name: str) -> None:
+    log, parameters, planned = _played(name)
+    with mock.patch.object(runtime, "planner", return_value=lambda bucket: None):
+        expected, as_coroutines, none = _played(name)
+    assert log == expected and log and none == 0
+    # Messages between the ranks of one process have no values.
+    assert name == "ZeroStep" or all(map(torch.equal, parameters, as_coroutines))
+    is_without = ("AllGather", "Quantize", "PowerSGD", "route", "ZeroStep", "Cast of another reducer", "Step, released")
+    assert bool(planned) == (name not in is_without)
+
+
+def test_a_subclass_that_changes_the_coroutine_alone_runs_as_one() -> None:
+    class Doubled(AllReduce):
+        async def __call__(self, bucket: Bucket) -> None:
+            await super().__call__(bucket)
+            seen.append(bucket.step)
+
+    seen: list[int] = []
+    ddp = _wrapped()
+    chain(Doubled()).register(ddp)
+    _train(ddp, None, 3)
+    assert set(seen) == {0, 1, 2}
+
+
+def _gradients(ddp: Any) -> list[torch.Tensor]:
+    ddp.zero_grad()
+    ddp(torch.ones(4, 8)).square().mean().backward()
+    return [parameter.grad.clone() for parameter in ddp.parameters()]
+
+
+def test_a_plan_is_made_again_where_the_divisor_is_another() -> None:
+    ddp = _wrapped()
+    chain(AllReduce()).register(ddp)
+    first, second = _gradients(ddp), _gradients(ddp)
+    with mock.patch.object(runtime, "gradient_divisor", return_value=1):
+        undivided = _gradients(ddp)
+    assert all(map(torch.equal, first, second))
+    assert all(torch.equal(2 * one, other) for one, other in zip(first, undivided, strict=True))
+    assert all(map(torch.equal, first, _gradients(ddp)))
+
+
+def test_a_plan_does_not_run_where_a_parameter_has_other_strides() -> None:
+    ddp = _wrapped()
+    chain(AllReduce()).register(ddp)
+    for _ in range(2):
+        _gradients(ddp)
+    weight = ddp.module[1].weight
+    weight.data = weight.data.t().contiguous().t()
+    with pytest.raises(TrainingLoopError, match=r"1\.weight has strides"):
+        _gradients(ddp)
+
+
+class _Failing(Stage):
+    """A transform with a plan that fails when it is told to."""
+
+    role = Role.TRANSFORM
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    async def __call__(self, bucket: Bucket) -> None: ...
+
+    def plan(self, bucket: Bucket) -> Any:
+        def check() -> None:
+            if self.fails and bucket.index == 1:
+                raise ValueError("broken on purpose")
+
+        return (check,)
+
+    def __repr__(self) -> str:
+        return "Failing()"
+
+
+def test_an_error_in_a_plan_names_its_stage_and_leaves_the_model_usable() -> None:
+    ddp, stage = _wrapped(), _Failing()
+    chain(AllReduce(), stage).register(ddp)
+    first = [_gradients(ddp), _gradients(ddp)][0]
+    stage.fails = True
+    with pytest.raises(ValueError, match="broken on purpose") as caught:
+        _gradients(ddp)
+    assert caught.value.__notes__[0].startswith("raised in stage Failing(), bucket 1, step 2 (")
+    stage.fails = False
+    assert all(map(torch.equal, first, _gradients(ddp))) and all(map(torch.equal, first, _gradients(ddp)))
+
+
+def test_an_error_while_a_plan_waits_names_the_stage_that_waits() -> None:
+    ddp = _wrapped()
+    chain(AllReduce(), halve).register(ddp)
+    for _ in range(2):
+        _gradients(ddp)
+    with (
+        mock.patch("overlap.hooks.collectives.Collective.finish", side_effect=RuntimeError("lost")),
+        pytest.raises(RuntimeError, match="lost") as caught,
+    ):
+        _gradients(ddp)
+    assert caught.value.__notes__[0].startswith("raised in stage AllReduce(), bucket 0, step 2 (")
+
+
+def test_profiles_show_plans() -> None:
+    ddp = _wrapped()
+    chain(AllReduce(), halve).register(ddp)
+    for _ in range(2):
+        _gradients(ddp)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        _gradients(ddp)
+    _gradients(ddp)
+    shown = {event.name for event in recorded.events()}
+    assert {f"overlap::{label}[bucket 1]" for label in ("AllReduce()", "all_reduce", "halve")} <= shown
