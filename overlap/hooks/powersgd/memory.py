@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
@@ -43,18 +42,19 @@ class Memory(StageMemory):
         """And after it."""
         self.kept: dict[tuple[object, ...], Tensor] = {}
         """Spare directions and workspace that last from step to step; not saved."""
-        self._numbers: Any = WeakIdKeyDictionary()
+        # By id of a parameter, where names are not known.
+        self._numbers: dict[int, str] = {}
 
     def attach(self, context: StageContext) -> None:
         super().attach(context)
-        self._numbers = WeakIdKeyDictionary()
+        self._numbers = {}
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the bucket's parameters in this memory."""
         if bucket.fqns is not None:
             return bucket.fqns
         numbers = self._numbers
-        return tuple(numbers.setdefault(parameter, str(len(numbers))) for parameter in bucket.parameters)
+        return tuple(numbers.setdefault(id(parameter), str(len(numbers))) for parameter in bucket.parameters)
 
     def residual(self, key: str, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """The residual of a parameter in the memory format of ``gradient``, zeros if there is none.
