@@ -247,7 +247,7 @@ class Stage(ABC):
         if self.is_registered:
             raise ArgumentTypeError(
                 f"{self!r} is registered with a model, and cannot be pickled or copied: save "
-                "overlap.state_dict(ddp, optimizer), which has what stages remember, or first .remove() the registration"
+                "overlap.state_dict(ddp, optimizer), which has what stages remember, or .remove() the registration"
             )
         return vars(self)
 

@@ -62,9 +62,9 @@ _OUTSIDE = (
     "returned, make ddp = DistributedDataParallel(ddp.module), and register again"
 )
 _UNNAMED = (
-    "bucket {index} has a parameter of shape {shape} that was not in the model when the chain was registered, so stages "
-    "would not know its name: tensor parallelism makes a module's parameters anew in every forward. Register before the "
-    "first forward of DistributedDataParallel, or build it anew where a parameter was replaced"
+    "bucket {index} has a parameter of shape {shape} that was not in the model when the chain was registered, so it has "
+    "no name. Tensor parallelism makes the parameters of a module anew in each forward: register before the first "
+    "forward of DistributedDataParallel. Where a parameter was replaced, make DistributedDataParallel anew"
 )
 _ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
 
