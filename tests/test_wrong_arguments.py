@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -224,6 +228,14 @@ def _stage_given_to_ddp(rank: int, world_size: int) -> None:
             ddp.register_comm_hook(None, stage)
         with pytest.raises(RegistrationError, match=r"overlap\.as_hook\("):
             stage.__qualname__  # noqa: B018 (Lightning logs it before it registers.)
+        assert not hasattr(stage, "__qualname__") and list(inspect.signature(stage).parameters) == ["bucket"]
+        assert functools.wraps(stage)(lambda bucket: None).__wrapped__ is stage  # type: ignore[attr-defined]
+        copied = pickle.loads(pickle.dumps(stage))
+        with register(ddp, stage):
+            for copies in (pickle.dumps, copy.deepcopy):
+                with pytest.raises(TypeError, match=r"is registered with a model.*overlap\.state_dict.*\.remove\(\)"):
+                    copies(stage)
+        register(ddp, copied).remove()
     assert not hasattr(PowerSGD(), "no_such_thing")
     register(ddp, AllReduce()).remove()  # Nothing was registered.
 

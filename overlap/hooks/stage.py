@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 import weakref
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap.errors import ConfigurationError, RegistrationError
+from overlap.errors import ArgumentTypeError, ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 
@@ -114,6 +115,10 @@ Plan = Sequence[Callable[[], Operation | None]]
 """What :meth:`Stage.plan` returns."""
 
 
+class NotAHookError(RegistrationError, AttributeError):
+    """A stage is used as a communication hook; to code that only asks whether it has a name, it has none."""
+
+
 class Stage(ABC):
     """One step of a bucket's processing: straight-line code that changes the bucket in place and awaits collectives.
 
@@ -159,6 +164,8 @@ class Stage(ABC):
     """Whether the chain learns from this stage, through its context, that a step is made or discarded."""
     runs_inline: bool = False
     """Whether a chain with it runs on autograd's thread, where DDP calls hooks, and on no worker's."""
+    is_registered: bool = False
+    """Whether it is attached; set by the engine."""
 
     # Called by the engine. The defaults fit most stages.
 
@@ -268,14 +275,24 @@ class Stage(ABC):
     if not TYPE_CHECKING:  # Or every attribute would be known to type checkers.
 
         def __getattr__(self, name: str) -> Any:
+            if name == "__signature__":  # Which DDP looks at, before it asks for the name of a hook.
+                return inspect.Signature([inspect.Parameter("bucket", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
             # Frameworks and DDP itself read these of a communication hook, in place of which a stage is given at times.
-            if name in ("__signature__", "__qualname__"):
+            if name in ("__name__", "__qualname__"):
                 whole = repr(self) if self.sequence != (self,) else f"chain({self!r})"
-                raise RegistrationError(
+                raise NotAHookError(
                     f"{self!r} is a stage, not a communication hook: call {whole}.register(ddp); where a framework "
                     f"registers the hook, give it overlap.as_hook({self!r})"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.is_registered:
+            raise ArgumentTypeError(
+                f"{self!r} is registered with a model, and cannot be pickled or copied: save "
+                "overlap.state_dict(ddp, optimizer), which has what stages remember, or .remove() the registration"
+            )
+        return vars(self)
 
 
 class UpdateStage(Stage):

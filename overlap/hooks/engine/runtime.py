@@ -65,6 +65,11 @@ _OUTSIDE = (
     "the gradients of these would differ between ranks. After adding or unfreezing parameters, .remove() what register "
     "returned, make ddp = DistributedDataParallel(ddp.module), and register again"
 )
+_UNNAMED = (
+    "bucket {index} has a parameter of shape {shape} that was not in the model when the chain was registered, so it has "
+    "no name. Tensor parallelism makes the parameters of a module anew in each forward: register before the first "
+    "forward of DistributedDataParallel. Where a parameter was replaced, make DistributedDataParallel anew"
+)
 _ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
 
 T = TypeVar("T", bound=Subject)
@@ -169,6 +174,7 @@ class Runtime:
         check_order(sequence)
         for stage, context in with_contexts(self.stage, self.context):
             stage.attach(context)
+            stage.is_registered = True
             self._attached.append(stage)
         for stage in self._attached:
             stage.check_together(sequence)
@@ -197,6 +203,7 @@ class Runtime:
         for stage in attached:
             try:
                 stage.detach()
+                stage.is_registered = False
             except BaseException as error:
                 error.add_note(f"raised by {stage!r} when the registration was removed")
                 self._attached.append(stage)
@@ -415,9 +422,12 @@ class Runtime:
         return _KeptBucket(bucket, strides, Task(pieces, current.executor), coroutines > 0, future)
 
     def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
-        """Refuses parameters that had other strides when DDP laid out its buckets."""
+        """Refuses parameters that had other strides when DDP laid out its buckets, or that are not in the model."""
         names, refusal = self.context.names, None
-        fqns = None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters)
+        fqns = None if names is None else tuple(names.get(parameter, "") for parameter in parameters)
+        if fqns is not None and not all(fqns):
+            shape = tuple(parameters[fqns.index("")].shape)
+            refusal = _UNNAMED.format(index=index, shape=shape)
         for place, (parameter, now) in enumerate(zip(parameters, strides, strict=True)):
             before = self._strides.setdefault(id(parameter), now)
             axes = zip(parameter.shape, before, now, strict=True)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
@@ -36,18 +35,19 @@ class Memory(StageMemory):
         self._committed_counts = dict(self.counts)
         self.kept: dict[tuple[object, ...], Tensor] = {}
         """Spare directions and workspace that last from step to step; not saved."""
-        self._numbers: Any = WeakIdKeyDictionary()
+        # By id of a parameter, where names are not known.
+        self._numbers: dict[int, str] = {}
 
     def attach(self, context: StageContext) -> None:
         super().attach(context)
-        self._numbers = WeakIdKeyDictionary()
+        self._numbers = {}
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the bucket's parameters in this memory."""
         if bucket.fqns is not None:
             return bucket.fqns
         numbers = self._numbers
-        return tuple(numbers.setdefault(parameter, str(len(numbers))) for parameter in bucket.parameters)
+        return tuple(numbers.setdefault(id(parameter), str(len(numbers))) for parameter in bucket.parameters)
 
     # Beside the errors: the mean factors of the last pass, the same on every rank. Left ones are ``(rank, rows)``,
     # right ones ``(rank, cols)``, with columns in the order of the gradient's memory. A parameter has one of the two:

@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import overlap
 from harness import assert_parity, run_ranks, wrap
 from overlap import (
     AllReduce,
+    Int8,
     LocalSGD,
     OverlappedOptimizer,
+    Quantize,
     Step,
     TrainingLoopError,
     ZeroRedundancyOptimizer,
@@ -161,3 +166,28 @@ def _play(rank: int, world_size: int) -> None:
 
 def test_parameters_that_ddp_does_not_reduce_are_refused_by_name_or_with_a_reducer_alone_warned_of() -> None:
     run_ranks(_play, 2)
+
+
+def _with_tensor_parallelism(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for is_late in (False, True):
+        torch.manual_seed(0)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8))
+        ddp = nn.parallel.DistributedDataParallel(parallelize_module(module, mesh["tp"], plan), device_mesh=mesh["dp"])
+        x = torch.full((2, 8), float(mesh.get_local_rank("dp")))
+        if is_late:
+            ddp(x).sum().backward()
+        chain(Quantize(Int8(), error_feedback=True)).register(ddp)
+        if is_late:
+            with pytest.raises(TrainingLoopError, match=r"bucket 0 has a parameter of shape .* has no name"):
+                ddp(x).sum().backward()
+            continue
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(x).sum().backward()
+        assert len(overlap.state_dict(ddp)["stages"]["state"]["0"]["error"]) == 6
+
+
+def test_with_tensor_parallelism_a_chain_is_registered_before_a_forward_or_refused() -> None:
+    run_ranks(_with_tensor_parallelism, 4)
