@@ -87,7 +87,7 @@ def test_nothing_is_lost_with_any_options(
     tolerance = 64 * max(EPS[one] for one in used)
     for step in range(5):
         check_step(world, gradients(seed + step, ranks, shapes, dtype, scale), tolerance)
-    assert all(memory(stage).steps == 5 for stage in world.stages)
+    assert all(memory(stage).counts["steps"] == 5 for stage in world.stages)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
