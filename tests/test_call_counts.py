@@ -31,7 +31,7 @@ _CAPS_MB = {4: 0.4, 10: 0.1}
 # operations of streams: a record and a wait behind the bucket's gradients, and the side stream.
 MOST_ON_STREAMS = {
     "AllReduce": (19, 20, 3),
-    "Cast(bfloat16)": (21, 25, 3),
+    "Cast(bfloat16)": (22, 25, 3),
     "AllReduce, Step": (26, 150, 3),
     "AllReduce, Step, deferred": (34, 95, 3),
 }

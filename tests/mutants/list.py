@@ -42,6 +42,12 @@ MUTANTS: dict[str, Mutant] = {
         "moving = self._moving = [*self._moving, task]",
         "hooks/engine/test_wavefront.py",
     ),
+    "a plan that is not invalidated": Mutant(
+        "hooks/engine/runtime.py",
+        "divisor == bucket.divisor",
+        "divisor != 0",
+        "hooks/engine/test_plans.py -k divisor",
+    ),
     "an exception on one rank is not reported": Mutant(
         "hooks/engine/wavefront.py",
         "self.executor.channels.fail(error)",

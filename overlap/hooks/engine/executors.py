@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import refuse_capture
 from overlap._threads import start
-from overlap._torch.autograd import run_as_step
+from overlap._torch.autograd import LabelType, label_type, run_as_step
 from overlap._torch.c10d import has_lost_connection
 from overlap._torch.ddp import data_parallel_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, new_event, on_stream, stream_of
@@ -73,6 +73,18 @@ def runs_inline(ddp: DistributedDataParallel) -> bool:
     return SMALL_BYTES > 0 and (has_one_bucket or nbytes <= SMALL_BYTES)
 
 
+class Labels(dict[tuple[str, int], AbstractContextManager[Any]]):
+    """The labels in profiles of what runs, by the name of a stage or an operation and the bucket, made on first use."""
+
+    def __init__(self, labelled: LabelType) -> None:
+        self.labelled = labelled
+
+    def __missing__(self, key: tuple[str, int]) -> AbstractContextManager[Any]:
+        name, index = key
+        made = self[key] = self.labelled(f"overlap::{name}[bucket {index}]")
+        return made
+
+
 class Executor:
     """Where stages run: here those of CPU tensors, on a worker's thread or on the caller's.
 
@@ -97,6 +109,7 @@ class Executor:
 
     def __init__(self, channels: Channels, worker: Worker | None = None) -> None:
         self.channels, self.worker = channels, worker
+        self.labels = Labels(label_type())
         if worker is not None:
             self.submit = worker.submit  # type: ignore[method-assign]
 
@@ -108,6 +121,11 @@ class Executor:
         """Run ``job`` after what the caller has done so far, in the modes of an optimizer's step."""
         self.begin()
         run_as_step(job, self._device.type)
+
+    def refresh_labels(self) -> None:
+        """A pass, or work between passes, begins: a profiler may have been started or stopped."""
+        if (labelled := label_type()) is not self.labels.labelled:
+            self.labels = Labels(labelled)
 
     def begin(self) -> None:
         """Let what follows in the scope start after what the caller has done so far."""

@@ -30,14 +30,12 @@ import operator
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import filterfalse
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from overlap._torch.autograd import LabelType, label_type
 from overlap._torch.device import current_stream, has_streams, recorded_event
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, WholePass
@@ -102,21 +100,6 @@ class Piece(NamedTuple):
     """Gives the bucket as the next stage gets it, when this stage is done; the same bucket where ``None``."""
 
 
-class _Labels(dict[str, Any]):
-    """The labels in profiles of what runs for one subject, by the names of stages and operations, made on first use."""
-
-    def __init__(self, labelled: LabelType, index: int) -> None:
-        self.labelled = labelled
-        self._index = index
-
-    def __missing__(self, name: str) -> Any:
-        made = self[name] = self.labelled(f"overlap::{name}[bucket {self._index}]")
-        return made
-
-
-_NO_LABELS = _Labels(nullcontext, -1)
-
-
 class Task:
     """Runs the pieces of one subject, a bucket or work between passes, from one operation to the next.
 
@@ -136,7 +119,6 @@ class Task:
         self._pieces = pieces
         self._position = 0
         self._executor = executor
-        self._labels = _NO_LABELS
         self._subject: Any = None
         self._given: Any = None
         self._on_done: Callable[[Any], None] | None = None
@@ -145,19 +127,15 @@ class Task:
         self._in_flight: Operation | None = None
         self._launched: Piece | None = None
 
-    def begin(
-        self, subject: Any, given: Any, labelled: LabelType, on_done: Callable[[Any], None] | None = None
-    ) -> None:
+    def begin(self, subject: Any, given: Any, on_done: Callable[[Any], None] | None) -> None:
         """Run the pieces for ``subject`` from now on, on the thread that runs them.
 
-        ``given`` is the subject as the first stage gets it; ``labelled`` puts the code in profiles; ``on_done`` is
-        called with the subject when the last piece is done.
+        ``given`` is the subject as the first stage gets it; ``on_done`` is called with the subject when the last piece
+        is done.
         """
         self.is_done = self.awaits_whole_pass = False
         self._position = 0
         self._subject, self._given, self._on_done = subject, given, on_done
-        if labelled is not self._labels.labelled:
-            self._labels = _Labels(labelled, subject.index)
 
     def advance(self) -> None:
         """Wait for what is in flight, run to the next operation, launch it; called in the executor's scope.
@@ -165,15 +143,16 @@ class Task:
         It is called when a later bucket arrives, or after the last one: so code behind an operation, such as an update
         behind the reduction, runs then, and not when the operation completes. See [Note: one order of collectives].
         """
-        executor, observer, labels, pieces = self._executor, self._executor.observer, self._labels, self._pieces
+        executor, subject, pieces = self._executor, self._subject, self._pieces
+        observer, labels = executor.observer, executor.labels
         result: Any = None
         raised: Exception | None = None
         awaited: Operation | None = None
         if (operation := self._in_flight) is not None:
             if observer is not None:
-                observer.waiting(self._subject, operation)
+                observer.waiting(subject, operation)
             try:
-                with labels[operation.label]:
+                with labels[operation.label, subject.index]:
                     result = operation.finish(executor.wait)
             except Exception as error:
                 if self._launched is not None and self._launched.is_planned:
@@ -182,16 +161,16 @@ class Task:
                 raised = error  # The stage's own code may handle it.
             else:
                 if observer is not None:
-                    observer.finished(self._subject, operation)
+                    observer.finished(subject, operation)
             # What it sent, too, is the stage's alone now, which can give it back before it continues.
             self._in_flight = self._launched = operation = None
         while awaited is None and self._position < len(pieces):
             piece = pieces[self._position]
             label, code, is_planned, passed = piece
             if observer is not None:
-                observer.running(self._subject, label)
+                observer.running(subject, label)
             try:
-                with labels[label]:
+                with labels[label, subject.index]:
                     awaited = code() if is_planned else self._resume(code, result, raised)
             except Exception as error:
                 self._note(error, f"raised in stage {label}")
@@ -199,7 +178,7 @@ class Task:
             finally:
                 raised = None  # It has this frame, which would keep it.
                 if observer is not None:
-                    observer.ran(self._subject, label)
+                    observer.ran(subject, label)
             if is_planned or awaited is None:
                 result = None
                 self._position += 1
@@ -209,7 +188,7 @@ class Task:
             self._given = None  # Nothing here refers to the gradients any more.
             self.is_done = True
             if self._on_done is not None:
-                self._on_done(self._subject)
+                self._on_done(subject)
             return
         self.awaits_whole_pass = isinstance(awaited, WholePass)
         try:
@@ -219,7 +198,7 @@ class Task:
             raise
         self._in_flight, self._launched = awaited, piece
         if observer is not None:
-            observer.launched(self._subject, label, awaited)
+            observer.launched(subject, label, awaited)
 
     def _resume(self, stage: Callable[[Any], Any], result: Any, raised: Exception | None) -> Operation | None:
         """Run the stage's coroutine to its next operation; ``None``: it is done."""
@@ -266,7 +245,7 @@ class BackwardPass:
         """Whether kept tasks may run: decided once, when the pass begins. See [Note: plans]."""
         self.error: BaseException | None = None
         self.executor = executor
-        self.labelled = label_type()
+        executor.refresh_labels()
         self._watchers = watchers
         self._wavefront = Wavefront()
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
@@ -298,7 +277,7 @@ class BackwardPass:
             if not self.executor.channels.is_open:
                 self.executor.channels.open()
             with self.executor.scope():
-                task.begin(bucket, given, self.labelled, on_done)
+                task.begin(bucket, given, on_done)
                 self._wavefront.arrive(task, is_last=bucket.is_last)
         except BaseException as error:
             self.fail(error)
@@ -371,14 +350,15 @@ def run_items(
     of the item before, and before the others of that item.
     """
     active: list[Task] = []
-    pieces, labelled = [Piece(BETWEEN_PASSES, work)], label_type()
+    pieces = [Piece(BETWEEN_PASSES, work)]
+    executor.refresh_labels()
     try:
         with executor.scope():
             for item in [*items, None]:
                 if item is not None:
                     on_done = None if completions is None else completions[item].set
                     active.append(Task(pieces, executor))
-                    active[-1].begin(item, item, labelled, on_done)
+                    active[-1].begin(item, item, on_done)
                     active[-1].advance()
                 while len(active) > (0 if item is None else 1):
                     while not active[0].is_done:
