@@ -90,6 +90,9 @@ class _Crossing(GroupChannel):
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
         return self._ring(input.nbytes)
 
+    def each(self, name: str, tensors: Any) -> list[Any]:
+        return self._ring(sum(tensor.nbytes for tensor, _ in tensors))
+
     def send_recv(self, sends: Any, receives: Any) -> list[Any]:
         ranks = dist.get_process_group_ranks(self._group)
         for tensor, peer in sends:
