@@ -151,7 +151,7 @@ _LINKS = {
     "one machine, PCIe": (100.0, 8, 1),
     "one machine, NVLink": (2960.0, 8, 1),
 }
-_MICROBATCHES = (1, 4, 16)
+_MICROBATCHES = (1, 8)
 _LEFT_OUT = ("DDP", "Quantize(Int8()), ZeroStep(gather='forward')")
 
 

@@ -138,7 +138,7 @@ def test_figures_show_the_tables_of_their_pages(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_table_of_phases_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
-    assert importlib.import_module("draw_lifecycle").table() in (DOCS / "guides" / "loop.md").read_text()
+    assert importlib.import_module("draw_lifecycle").table() in (DOCS / "reports" / "phases.md").read_text()
 
 
 def test_the_table_of_the_reference_leads_to_every_name() -> None:
