@@ -1,7 +1,7 @@
 """Memory that training takes beside weights and activations, by the way of updating, as a table in Markdown.
 
     python -m benchmarks.memory_table [--models resnet18 gpt-25m gpt-100m] [--optimizers sgd adamw] [--ranks 2 4]
-        [--rows NAME ...] [--into docs/memory.md]
+        [--rows NAME ...] [--into docs/reports/memory.md]
 
 Each cell is a run of its own, one fresh process for each rank, of a few steps from the first on; the figure is that of
 the rank that took most. *Above activations* is the peak of the resident set, less that of a run that makes the same

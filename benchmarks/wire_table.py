@@ -1,6 +1,6 @@
 """Every wire at every place where it is taken, as a table in Markdown: bytes against fp32, largest error, parity.
 
-    python -m benchmarks.wire_table [--ranks 2] [--into docs/wires.md]
+    python -m benchmarks.wire_table [--ranks 2] [--into docs/reports/wires.md]
 
 Bytes are counted on the sockets of a rank, and compared with what it sends of fp32 by an algorithm that uses the
 bandwidth best. The error is the largest of any value, as a part of the largest value of the exact result. Ranks

@@ -1,4 +1,4 @@
-"""Draws docs/images/step-times.svg, time-to-accuracy.svg and memory.svg from the tables of the pages that show them."""
+"""Draws the figures in docs/images that are made from tables of the pages."""
 
 from __future__ import annotations
 
@@ -84,11 +84,21 @@ def picture(title: str, lines: list[Line], unit: str, reference: tuple[str, floa
 
 def figures() -> dict[str, str]:
     """What each file is to contain."""
-    step = ("benchmarks.md", "### The run of the front page")
-    race = ("time-to-accuracy.md", "**digits, 2 ranks, links of 100mbit")
-    peak = ("memory.md", "**GPT, 98 M parameters (373 MiB), AdamW**")
+    step = ("reports/step-times.md", "## The run of the front page")
+    race = ("reports/races.md", "**digits, 2 ranks, links of 100mbit")
+    peak = ("reports/memory.md", "**GPT, 98 M parameters (373 MiB), AdamW**")
+    link = ("gpus.md", "**A slow link**")
     compute = float(cells(*step, "compute-only")[0])
     return {
+        "slow-link.svg": picture(
+            "A step of a GPT (355 M) on an H100, 2 ranks over TCP",
+            [
+                line(*link, "DDP", "ddp", "DDP"),
+                line(*link, "PyTorch's bf16 hook", "torch", "PyTorch's bf16 hook"),
+                line(*link, re.escape("Quantize(Int8())"), "first", "Quantize(Int8())"),
+            ],
+            "ms",
+        ),
         "step-times.svg": picture(
             "A step of ResNet-18 (11.2 M), 2 CPU processes, 1 Gbit/s",
             [

@@ -22,6 +22,7 @@ __all__ = ["main"]
 # name -> (module, what it does): a new command is one line here.
 COMMANDS = {
     "demo": ("overlap.demo", "trains ResNet-18 on digits, plainly and overlapped, and compares the two"),
+    "estimate": ("overlap.estimate", "estimates how long a step takes with each chain, on a link of your speed"),
     "doctor": ("overlap.doctor", "says whether this installation works, for you and for a bug report"),
 }
 

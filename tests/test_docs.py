@@ -13,6 +13,7 @@ import pytest
 from test_public_names import NAMES
 
 from harness.documented import examples_on_one_rank
+from overlap import estimate
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -137,7 +138,7 @@ def test_figures_show_the_tables_of_their_pages(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_table_of_phases_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
-    assert importlib.import_module("draw_lifecycle").table() in (DOCS / "guides" / "loop.md").read_text()
+    assert importlib.import_module("draw_lifecycle").table() in (DOCS / "reports" / "phases.md").read_text()
 
 
 def test_the_table_of_the_reference_leads_to_every_name() -> None:
@@ -145,11 +146,51 @@ def test_the_table_of_the_reference_leads_to_every_name() -> None:
     assert [path for path in _reference() if f"#{path})" not in table] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/slow-link.md"])
-def test_figures_are_those_of_the_benchmarks(page: str) -> None:
-    """Ratios to plain DDP, in tables, to two places."""
-    tables = re.findall(r"^\|.*$", (ROOT / page).read_text(), re.MULTILINE)
-    shown = set(re.findall(r"\b\d\.\d\d\b", "\n".join(tables)))
-    measured = re.findall(r"\| (\d\.\d{3}) \|", (DOCS / "benchmarks.md").read_text())
+def _table(page: Path) -> str:
+    return "\n".join(re.findall(r"^\|.*$", page.read_text(), re.MULTILINE))
+
+
+def test_figures_of_the_front_page_are_measured() -> None:
+    """Ratios to DDP in its table are those of the benchmarks, and the slow link's those of the page about GPUs."""
+    shown = set(re.findall(r"\b\d\.\d\d\b", _table(ROOT / "README.md")))
+    measured = re.findall(r"\| (\d\.\d{3}) \|", (DOCS / "reports" / "step-times.md").read_text())
     assert shown <= {f"{float(ratio):.2f}" for ratio in measured}
     assert len(shown) >= 5
+    front = (ROOT / "README.md").read_text()
+    link = dict(re.findall(r"^\| \**`?([^|`*]+)`?\** \| \**(\d+)\** \| ", (DOCS / "gpus.md").read_text(), re.MULTILINE))
+    for name, times in (("Quantize(Int8())", "2.8"), ("PyTorch's bf16 hook", "1.6")):
+        assert f"{int(link['DDP']) / int(link[name]):.1f}" == times
+        assert f"{times} times" in front and f" {link[name]}" in front
+
+
+def test_figures_of_the_races_are_those_of_the_report() -> None:
+    parts = re.findall(r"^\| `[^`]+` \| .* \| (\d\.\d\d) \|", (DOCS / "reports" / "races.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"\b\d\.\d\d\b", _table(DOCS / "time-to-accuracy.md"))
+    assert len(shown) == 44
+    assert set(shown) <= set(parts)
+
+
+def test_the_grid_of_estimates_is_what_the_command_prints() -> None:
+    grid = "\n".join(estimate.grid())
+    assert grid in (DOCS / "choose.md").read_text(), "overlap estimate --grid"
+
+
+def test_estimates_agree_with_the_measured_rows_within_a_quarter() -> None:
+    """ResNet-18 on two CPU ranks; compute and the link as measured in the same run, 8.1 GB/s of memory for a core."""
+    text = (DOCS / "reports" / "step-times.md").read_text().partition("## On loopback")[0]
+    ms = dict(re.findall(r"^\| \**([\w-]+)\** \| (\d+\.\d) \|", text, re.MULTILINE))
+    (gbit,) = re.findall(r"\((\d\.\d+) Gbit/s measured\)", text)
+    job = estimate.Job(
+        parameters=11.2e6, link_gbit=float(gbit), machines=2, ranks_a_machine=1, compute_ms=float(ms["compute-only"]),
+        memory_gb=8.1, update_bytes=12,
+    )  # fmt: skip
+    chains = {chain.name: chain for chain in estimate.CHAINS}
+    for row, name in {
+        "ddp-sgd": "DDP",
+        "overlap-bf16": "Cast(bfloat16)",
+        "overlap-quantize8": "Quantize(Int8())",
+        "overlap-powersgd-r4": "PowerSGD(rank=4)",
+        "overlap-local-sgd": "LocalSGD(period=8)",
+        "overlap-zero-adamw-gather-forward": "ZeroStep(gather='forward')",
+    }.items():
+        assert 0.75 < estimate.step_ms(job, chains[name]) / float(ms[row]) < 1.25, name

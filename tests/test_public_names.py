@@ -1,4 +1,4 @@
-"""What may be imported from where; docs/api/names.md pins the names, and a change there belongs into the changelog."""
+"""What may be imported from where; docs/api pins the names, and a change there belongs into the changelog."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = (
     "overlap.join",
 )
 NAMES = {name: sorted(importlib.import_module(name).__all__) for name in PACKAGES}
-"""The public names; docs/api/names.md has each of them, once."""
+"""The public names; docs/api has each of them, once."""
 
 
 EVERY_MODULE = pytest.mark.parametrize("name", NAMES)

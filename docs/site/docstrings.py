@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,12 @@ class Docstrings(Extension):
             return
         for part in import_module("overlap")._PACKAGES:
             for name in import_module(f"overlap.{part}").__all__:
-                if name not in pkg.members:
-                    pkg.set_member(name, Alias(name, f"overlap.{part}.{name}"))
+                target = f"overlap.{part}.{name}"
+                if target in sys.modules:  # A module of the same name, which griffe would take for it.
+                    target = f"{target}.{name}"
+                elif name in pkg.members:
+                    continue
+                pkg.set_member(name, Alias(name, target))
 
     def markdown(self, text: str) -> str:
         """``text``, reStructuredText as far as these docstrings use it, as Markdown."""

@@ -1,0 +1,171 @@
+"""`overlap estimate`: how long a step takes with each chain, by one formula, before anything is run.
+
+[Note: the estimate]
+
+A step of ``k`` microbatches computes ``k`` forwards and backwards; gradients travel during the last backward, and what
+``gather="forward"`` gathers travels during the first forward:
+
+    step = (k - 1) (f + b) + max(f, forward bytes / link) + max(b, b / 4 + backward bytes / link)
+           + blocking bytes / link + codec + update
+
+``f`` and ``b`` take ``2 P T`` and ``4 P T`` floating-point operations for ``P`` parameters and ``T`` tokens, or a third
+and two thirds of a measured time. ``link`` is that of a machine, shared by its ranks; of ``M`` machines an all-reduce
+of ``S`` bytes sends ``2 (M - 1)/M S`` through each. ``codec`` and ``update`` read and write memory. The first
+bucket is ready after a quarter of backward. Launches and latencies are left out, so a small model on a fast link looks
+better than it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from overlap.errors import ConfigurationError
+
+__all__ = ["CHAINS", "Chain", "Job", "add_arguments", "run", "step_ms"]
+
+_GRADIENT_BYTES = 4  # fp32, as DDP sends them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, and on what. See [Note: the estimate]."""
+
+    parameters: float
+    link_gbit: float
+    """Of a machine, in each direction, in Gbit/s."""
+    machines: int
+    ranks_a_machine: int = 8
+    tokens: int = 8192
+    """Of a rank and microbatch."""
+    microbatches: int = 1
+    """For each synchronization."""
+    compute_ms: float | None = None
+    """Measured forward and backward of a microbatch, in place of ``tokens`` and ``tflops``."""
+    tflops: float = 400.0
+    """Of a rank, as reached: 40 % of an H100 in bf16."""
+    memory_gb: float = 3000.0
+    """Of a rank, in GB/s, as reached."""
+    update_bytes: float = 28.0
+    """Read and written by the optimizer for each parameter: fp32 AdamW 28, SGD 12."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """What a chain sends, in parts of an all-reduce of fp32 gradients, and costs."""
+
+    name: str
+    backward: float = 0.0
+    """Sent during backward."""
+    forward: float = 0.0
+    """Sent during the next forward."""
+    blocking: float = 0.0
+    """Sent while nothing is computed."""
+    codec_bytes: float = 0.0
+    """Of memory, read and written for each gradient."""
+    is_sharded: bool = False
+    """Whether each rank updates its part of the parameters."""
+
+
+CHAINS = (
+    Chain(name="DDP", backward=1.0),
+    Chain(name="Cast(bfloat16)", backward=0.5, codec_bytes=5),
+    Chain(name="Quantize(Int8())", backward=0.253, codec_bytes=12),
+    Chain(name="Quantize(Int4(), error_feedback=True)", backward=0.128, codec_bytes=24),
+    Chain(name="PowerSGD(rank=4)", backward=1 / 64, codec_bytes=19),
+    Chain(name="LocalSGD(period=8)", blocking=1 / 8),
+    Chain(name="ZeroStep(gather='forward')", backward=0.5, forward=0.5, is_sharded=True),
+    Chain(
+        name="Quantize(Int8()), ZeroStep(gather='forward')",
+        backward=0.253,
+        forward=0.5,
+        codec_bytes=12,
+        is_sharded=True,
+    ),
+)
+
+
+def step_ms(job: Job, chain: Chain) -> float:
+    """The time of a step in ms."""
+    link_bytes = job.link_gbit * 1e9 / 8
+    all_reduce_s = 2 * (job.machines - 1) / job.machines * job.parameters * _GRADIENT_BYTES / link_bytes
+    if job.compute_ms is None:
+        forward_s = 2 * job.parameters * job.tokens / (job.tflops * 1e12)
+    else:
+        forward_s = job.compute_ms / 3e3
+    backward_s = 2 * forward_s
+    ranks = job.machines * job.ranks_a_machine if chain.is_sharded else 1
+    memory_bytes = job.parameters * (chain.codec_bytes + job.update_bytes / ranks)
+    seconds = (
+        (job.microbatches - 1) * (forward_s + backward_s)
+        + max(forward_s, chain.forward * all_reduce_s)
+        + max(backward_s, backward_s / 4 + chain.backward * all_reduce_s)
+        + chain.blocking * all_reduce_s
+        + memory_bytes / (job.memory_gb * 1e9)
+    )
+    return seconds * 1e3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of a job; the defaults are four machines of eight H100 on 100 Gbit/s."""
+    for name, default, text in (
+        ("--parameters", 1.3e9, "of the model"),
+        ("--link-gbit", 100.0, "of a machine; without machines, of a rank, with --ranks-a-machine 1"),
+        ("--machines", 4, "that share a link each"),
+        ("--ranks-a-machine", 8, "ranks of a machine"),
+        ("--tokens", 8192, "of a rank and microbatch"),
+        ("--microbatches", 1, "for each synchronization"),
+        ("--tflops", 400.0, "of a rank, as reached"),
+        ("--memory-gb", 3000.0, "of a rank's memory, in GB/s"),
+        ("--update-bytes", 28.0, "of memory for each parameter: AdamW 28, SGD 12"),
+    ):
+        parser.add_argument(name, type=type(default), default=default, help=text)
+    parser.add_argument("--compute-ms", type=float, help="measured forward and backward, in place of tokens")
+    parser.add_argument("--grid", action="store_true", help="the table of the documentation, in Markdown")
+    parser.epilog = "Launches and latencies are left out. Agrees with docs/benchmarks.md within a quarter."
+
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Prints a row for each chain."""
+    fields = {name: value for name, value in vars(options).items() if name != "grid"}
+    if bad := [name for name, value in fields.items() if value is not None and value <= 0]:
+        raise ConfigurationError(f"--{bad[0].replace('_', '-')} must be more than 0")
+    if options.grid:
+        print("\n".join(grid()))
+        return 0
+    job = Job(**fields)
+    plain = step_ms(job, CHAINS[0])
+    print(f"{'chain':48}{'ms a step':>10}{'as fast':>9}")
+    for chain in CHAINS:
+        ms = step_ms(job, chain)
+        print(f"{chain.name:48}{ms:10.1f}{plain / ms:8.2f}x")
+    return 0
+
+
+_LINKS = {
+    "1 Gbit/s": (1.0, 4, 8),
+    "10 Gbit/s": (10.0, 4, 8),
+    "25 Gbit/s": (25.0, 4, 8),
+    "100 Gbit/s": (100.0, 4, 8),
+    "one machine, PCIe": (100.0, 8, 1),
+    "one machine, NVLink": (2960.0, 8, 1),
+}
+_MICROBATCHES = (1, 8)
+_LEFT_OUT = ("DDP", "Quantize(Int8()), ZeroStep(gather='forward')")
+
+
+def grid() -> Iterator[str]:
+    """How many times as fast as DDP: by link and by tokens a rank and synchronization. The size of the model cancels:
+    computing, sending and updating all grow with it."""
+    chains = [chain for chain in CHAINS if chain.name not in _LEFT_OUT]
+    yield f"| link of a machine | tokens | {' | '.join(f'`{chain.name}`' for chain in chains)} |"
+    yield f"| --- | ---: |{' ---: |' * len(chains)}"
+    for link, (gbit, machines, ranks) in _LINKS.items():
+        for microbatches in _MICROBATCHES:
+            job = Job(
+                parameters=1.3e9, link_gbit=gbit, machines=machines, ranks_a_machine=ranks, microbatches=microbatches
+            )
+            plain = step_ms(job, CHAINS[0])
+            cells = [f"{plain / step_ms(job, chain):.1f}" for chain in chains]
+            yield f"| {link} | {job.tokens * microbatches:,} | {' | '.join(cells)} |"
