@@ -1,4 +1,4 @@
-"""Draws docs/images/lifecycle.png and prints the table of docs/reports/phases.md, both from the code's own transitions."""
+"""Draws docs/images/lifecycle.png and prints the table of docs/reports/phases.md, both from the code's transitions."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import check_flag, check_group, described, is_one_of, told
 from overlap._torch import classes
+from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all, sum_of_bits
 from overlap._torch.optimizer import (
     has_post_hooks,
@@ -464,7 +465,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         if stage is not None and stage.lifecycle.phase is not Phase.REDUCED:
             return
         is_lent = stage is None and self.is_joining and active_join(self.process_group) is None
-        if not is_lent and (stage is None or stage.has_whole_mean):
+        if not is_lent and (stage is None or (stage.has_whole_mean and not has_streams(self.join_device))):
             self._check_alike([] if stage is not None and stage.lifecycle.is_replay else pending)
         if scaler.skips(self.optim):
             return

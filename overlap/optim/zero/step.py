@@ -277,6 +277,20 @@ class ZeroStep(Update[ShardedLayout]):
         if not self._gathers_in_forward:
             await self.optimizer.exchange.gather(layout.shards, bucket.group)
 
+    def before_forward(self) -> None:
+        super().before_forward()
+        context = self.context
+        ddp = None if context is None or context.ddp is None else context.ddp()
+        if context is None or ddp is None or ddp.require_backward_grad_sync or not has_streams(context.device):
+            return
+        # On a CPU step() compares the gradients of all ranks, for which the host of an accelerator would wait.
+        if self.has_whole_mean and self.lifecycle.phase is Phase.REDUCED:
+            raise TrainingLoopError(
+                "a forward under ddp.no_sync() between a synchronized backward and zero.step(): its backward would add "
+                "this rank's own gradients to the mean, and each rank would update its part with its own; run it after "
+                "zero.step(), before the synchronized one, or under torch.no_grad() if no backward follows"
+            )
+
     def check_backward(self, *, is_replay: bool) -> None:
         super().check_backward(is_replay=is_replay)
         self.wait()
