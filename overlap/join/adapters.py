@@ -10,7 +10,7 @@ from datetime import timedelta
 from enum import IntEnum
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,9 @@ from overlap._torch.join import on_notify
 from overlap._torch.optimizer import all_of, is_scheduled, runs_step_hooks, watch_steps
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.ranks.board import Board
 
-if TYPE_CHECKING:
-    from overlap.join.context import Join
-
-__all__ = ["Adapter", "Call", "DDPAdapter", "Hyperparameters", "ReplayedGradients", "adapter_of", "schedule_of"]
+__all__ = ["Adapter", "Call", "DDPAdapter", "Hyperparameters", "Port", "ReplayedGradients", "adapter_of", "schedule_of"]
 
 # How long to wait for a bucket before polling whether another rank has failed.
 _POLL_INTERVAL_S = 1.0
@@ -53,7 +51,28 @@ class Call(IntEnum):
     LEAVE = 5  # The block, with on_exhausted="stop".
 
 
-def adapter_of(joinable: Any, join: Join, kwargs: dict[str, Any]) -> Adapter:
+class Port(Protocol):
+    """The part of a Join that its adapters use."""
+
+    shadows: bool
+    divides_by_count: bool
+    replays_own_gradients: bool
+    after_replay: list[Callable[[], None]]
+    gradients: ReplayedGradients
+    board: Board
+
+    @property
+    def missing(self) -> list[int]: ...
+    @property
+    def divisor(self) -> int: ...
+    @property
+    def buffer_source(self) -> int: ...
+    def on_call(
+        self, adapter: Adapter, call: Call, detail: Sequence[float] = (), *, has_collectives: bool = True
+    ) -> None: ...
+
+
+def adapter_of(joinable: Any, join: Port, kwargs: dict[str, Any]) -> Adapter:
     """For ``joinable`` under ``join``, whose ``kwargs`` are given to its hook."""
     if isinstance(joinable, type):
         raise ConfigurationError(f"{described(joinable)} is not a joinable, which is an object: make it first")
@@ -94,7 +113,7 @@ class StepAdapter:
     def __init__(
         self,
         joinable: Any,
-        join: Join,
+        join: Port,
         watch: Callable[[Any, Callable[[], None]], Callable[[], None]],
         repeat: Callable[[], Any],
         hook: base.JoinHook | None = None,
@@ -167,7 +186,7 @@ class DDPAdapter:
     under ``no_sync``. DDP has no public way in: the private names here are those that it joins with itself.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, join: Join, hook: base.JoinHook) -> None:
+    def __init__(self, ddp: DistributedDataParallel, join: Port, hook: base.JoinHook) -> None:
         self.hook = hook
         self._ddp, self._join = ddp, join
         self._count = _Count(join)
@@ -352,7 +371,7 @@ class DDPAdapter:
 class _Count(Work):
     """For DDP's reducer: completed work whose result, the number to divide by, is computed when it is asked for."""
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: Port) -> None:
         super().__init__()
         self._join = join
 
@@ -382,7 +401,7 @@ class ReplayedGradients(Terms):
     """Gradients of a backward that ranks without inputs replay: read-only until ``step()``, since those ranks step with
     the mean that backward left. See [Note: applied gradients are read-only]."""
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: Port) -> None:
         self._join = join
         self._handed: dict[int, tuple[Tensor, AppliedGradient]] = {}
 

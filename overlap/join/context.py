@@ -575,15 +575,8 @@ class Join(base.Join):
 
 
 class _Poll:
-    """An all-reduce of ``numbers`` under way, in float64.
-
-    Args:
-        channel: the connections.
-        numbers: of this rank.
-        op: how those of all ranks are reduced.
-        call: what this rank does.
-        about: the adapter of the model of which this rank is about to synchronize gradients.
-    """
+    """An all-reduce of ``numbers`` under way, in float64, sent where this rank does ``call``, or is ``about`` to
+    synchronize the gradients of a model."""
 
     def __init__(
         self,
