@@ -14,7 +14,6 @@ Local SGD without an update in backward is an ordinary optimizer, and only clear
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from overlap._torch.read_only import AppliedGradient, Terms
 
 __all__ = ["PassGradients", "UsedValues", "and_others"]
 
+_NOT_KEPT: tuple[Any, Any] = (None, None)
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 
 
@@ -57,9 +57,10 @@ class PassGradients:
         """By ``id``, those whose gradients were applied, and their memory released."""
         self.has_parts = False
         """Whether ``.grad`` is the mean only where this rank owns it, after the last backward."""
-        self._handed: list[tuple[Tensor, weakref.ref[AppliedGradient]]] = []
-        # By id of the parameter, those that are not handed over: to make one takes longer.
-        self._spare: dict[int, AppliedGradient] = {}
+        self._handed: list[tuple[Tensor, AppliedGradient]] = []
+        # By id of the parameter, those of gradients that come again in every pass, with what step() leaves for each.
+        self._kept: dict[int, tuple[AppliedGradient, Tensor]] = {}
+        self._passes = 0
         # What step() left in .grad: parameters, gradients, their versions, and the views that some of them stand for.
         self._left: list[tuple[Tensor, weakref.ref[Tensor], int, Tensor | None]] = []
         # Parameters whose gradients a forward has cleared.
@@ -71,6 +72,7 @@ class PassGradients:
         """A backward begins."""
         self.forget()
         self._cleared, self.unused = [], set()
+        self._passes += 1
 
     def forget(self) -> None:
         """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
@@ -86,40 +88,47 @@ class PassGradients:
     def hand_over(self) -> None:
         """Give the loop the gradients that were applied, to be read; or where this rank has only a part of each,
         stand-ins for all that were reduced, which cannot be read. Nor can a released gradient."""
-        parts, spare = self.has_parts, self._spare
-        for key, parameter in (self.reduced if parts else self.applied).items():
+        is_readable, kept, released, handed = not self.has_parts, self._kept, self.released, self._handed
+        for key, parameter in (self.applied if is_readable else self.reduced).items():
             gradient = parameter.grad
-            if key in self.released:
+            if key in released:
                 gradient = None
             elif gradient is None or gradient.is_sparse:
                 continue
             elif type(gradient) is AppliedGradient:  # Of the pass before, if no forward was seen that would clear it.
                 gradient = gradient.plain
-            wrapper, like = spare.pop(key, None), parameter if gradient is None else gradient
-            if wrapper is None or wrapper.stride() != like.stride():
-                wrapper = AppliedGradient(gradient, like, weakref.ref(parameter), self._terms)
-            wrapper.plain, wrapper.is_readable = gradient, not parts
+            wrapper, _ = kept.get(key, _NOT_KEPT)
+            if gradient is None or wrapper is None or wrapper.plain is not gradient:
+                wrapper = self._wrapped(parameter, gradient)
+            wrapper.is_readable = is_readable
             parameter.grad = wrapper
-            self._handed.append((parameter, weakref.ref(wrapper)))
+            handed.append((parameter, wrapper))
+
+    def _wrapped(self, parameter: Tensor, gradient: Tensor | None) -> AppliedGradient:
+        """What stands for ``gradient``, or for none, from now on.
+
+        A view of a bucket of DDP's is the same object in every pass, and so is what stands for it; the loop sees the
+        new values in what it has kept, as with plain DDP. DDP makes its buckets anew after the first pass: what stands
+        for a view of that would hold the memory of the old ones.
+        """
+        like = parameter if gradient is None else gradient
+        wrapper: AppliedGradient = AppliedGradient(gradient, like, weakref.ref(parameter), self._terms)
+        self._kept.pop(id(parameter), None)
+        if gradient is not None and self._passes > 1 and gradient._is_view():
+            self._kept[id(parameter)] = wrapper, gradient.data
+        return wrapper
 
     def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
         """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
-        ``keeps_empty`` not where there is none inside. Returns the parameters.
-
-        A wrapper is used again, unless the loop has kept it: that one still shows its own gradient.
-        """
+        ``keeps_empty`` not where there is none inside. Returns the parameters."""
         taken, kept = [], []
         for parameter, wrapper in self._handed:
-            handed = parameter.grad
-            if not isinstance(handed, AppliedGradient) or handed is not wrapper():
+            if parameter.grad is not wrapper:
                 continue
-            if handed.plain is None and keeps_empty:
+            if wrapper.plain is None and keeps_empty:
                 kept.append((parameter, wrapper))
                 continue
-            parameter.grad = handed.plain
-            if sys.getrefcount(handed) == _REFERENCES:
-                handed.plain = None
-                self._spare[id(parameter)] = handed
+            parameter.grad = wrapper.plain
             taken.append(parameter)
         self._handed = kept
         return taken
@@ -140,7 +149,7 @@ class PassGradients:
         applied from now on, so that the next forward clears it."""
         replaced: list[Tensor] = []
         for parameter, wrapper in self._handed:
-            if (gradient := parameter.grad) is None or gradient is not wrapper():
+            if parameter.grad is not wrapper:
                 replaced.append(parameter)
         if replaced:
             ids = set(map(id, replaced))
@@ -168,17 +177,26 @@ class PassGradients:
         Views of a bucket of DDP's share one version counter, so that an edit of one would count for all. So until then
         other views take their place, each with a counter of its own.
         """
-        if not self.has_parts:
-            self._take(keeps_empty=True)
         self._left = left = []
-        for parameter in self.applied.values():
-            gradient, view = parameter.grad, None
-            if gradient is None or type(gradient) is AppliedGradient:
+        inside = {} if self.has_parts else {id(wrapper): wrapper.plain for _, wrapper in self._handed}
+        for key, parameter in self.applied.items():
+            gradient: Any = parameter.grad
+            there = gradient
+            if type(gradient) is AppliedGradient:
+                gradient = inside.get(id(gradient))
+            if gradient is None:
                 continue
-            if gradient._is_view():
+            view: Tensor | None = None
+            wrapper, own = self._kept.get(key, _NOT_KEPT)
+            if wrapper is not None and wrapper.plain is gradient:
+                view, gradient = gradient, own
+            elif gradient._is_view():
                 view, gradient = gradient, gradient.data
+            if gradient is not there:
                 parameter.grad = gradient
             left.append((parameter, weakref.ref(gradient), gradient._version, view))
+        if not self.has_parts:
+            self._handed = [(parameter, wrapper) for parameter, wrapper in self._handed if wrapper.plain is None]
 
     def as_left(self) -> list[Tensor]:
         """Parameters whose gradients are still what :meth:`take_back` noted."""
@@ -207,13 +225,17 @@ class PassGradients:
         """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
         has put them there, and not the loop."""
         handed = self._take() if self._handed else []
-        for parameter in handed + (list(self.applied.values()) if is_replay else self.as_left()):
+        found = list(self.applied.values()) if is_replay else self.as_left()
+        for parameter in handed + found:
             parameter.grad = None
-            self._cleared.append(parameter)
-        self._put_views_back()
+        self._cleared += handed + found
+        if len(found) < len(self._left):
+            self._put_views_back()
         self._left = []
-        for key in self.applied:
-            self.reduced.pop(key, None)
+        if self.reduced.keys() <= self.applied.keys():
+            self.reduced = {}
+        else:
+            self.reduced = {key: one for key, one in self.reduced.items() if key not in self.applied}
         self.applied = {}
 
     @torch.no_grad()
@@ -242,7 +264,7 @@ class PassGradients:
         for parameter in (p for p, noted, _, _ in self._left if p.grad is noted()):
             parameter.grad = None
         self._put_views_back()
-        self._spare = {}
+        self._kept = {}
         self.forget()
         self._cleared = []
 
@@ -250,15 +272,6 @@ class PassGradients:
         for parameter, noted, _, view in self._left:
             if view is not None and parameter.grad is not None and parameter.grad is noted():
                 parameter.grad = view
-
-
-def _references_of_a_local() -> int:
-    """``sys.getrefcount`` of an object that one local variable refers to."""
-    alone = object()
-    return sys.getrefcount(alone)
-
-
-_REFERENCES = _references_of_a_local()
 
 
 class UsedValues:

@@ -123,8 +123,9 @@ class LoopOptimizer(Optimizer, Joinable):
             for lifecycle in lifecycles:
                 lifecycle.on_step(pending, verdict=Verdict.of_any([verdict, scaler]))
             if is_made and all(lifecycle.names for lifecycle in lifecycles):
+                known = {id(parameter) for lifecycle in lifecycles for parameter in lifecycle.names}
                 for parameter in pending if updates and not updates[0].is_sharded else ():
-                    if not any(parameter in lifecycle.names for lifecycle in lifecycles):
+                    if id(parameter) not in known:
                         parameter.grad = None  # No forward of a model clears it.
         return loss
 
