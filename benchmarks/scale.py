@@ -1,6 +1,6 @@
 """What a rank does and keeps at so many ranks, on an accelerator, measured without one.
 
-    python -m benchmarks.scale [--ranks 8 64 512 4096] [--buckets 48] [--only TEXT] [--into docs/scale.md]
+    python -m benchmarks.scale [--ranks 8 64 512 4096] [--buckets 8] [--only TEXT] [--into docs/scale.md]
 
 As `benchmarks.host_cost`: PyTorch's fake process group stands for the ranks, streams do nothing, collectives are free.
 So it shows the host's side alone: Python calls and operators of a bucket, Python's tensors that are kept for it and in
@@ -86,7 +86,7 @@ class Times:
     bucket_us: float
 
 
-def times(method: str, ranks: int, buckets: int, *, steps: int = 10) -> Times:
+def times(method: str, ranks: int, buckets: int, *, steps: int = 5) -> Times:
     with model_on(ranks, buckets) as (ddp, x):
         start_s = time.thread_time()
         update = METHODS[method](ddp, ADAMW)
@@ -126,7 +126,7 @@ def _row(method: str, ranks: int, buckets: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--buckets", type=int, default=48)
+    parser.add_argument("--buckets", type=int, default=8)
     parser.add_argument("--only", default="", metavar="TEXT", help="methods whose name contains it")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="replace the table of this page")
     options = parser.parse_args()

@@ -210,17 +210,20 @@ def send_recv(
 def all_to_all(
     outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor, *, group: dist.ProcessGroup
 ) -> Operation:
-    """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``; the rank's own are not used.
+    """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``.
 
-    Lists, or two tensors of shape ``(W, n)``. On NCCL one collective: of two tensors it takes the host as long whatever
-    ``W`` is, and this rank's row of ``outputs`` becomes that of ``inputs``. Elsewhere messages, of which empty ones are
-    not sent; each rank starts with the next one, so that not all send to the same rank at once.
+    Of lists this rank's own tensors are not used. Two tensors of shape ``(W, n)`` take the host as long whatever ``W``
+    is on NCCL, and this rank's row of ``outputs`` becomes that of ``inputs``. On NCCL one collective. Elsewhere
+    messages, of which empty ones are not sent; each rank starts with the next one, so that not all send to the same
+    rank at once.
     """
     ranks, rank = group.size(), group.rank()
 
     def start(channel: Channel) -> Sequence[dist.Work]:
         if isinstance(channel, GroupChannel) and channel.has_all_to_all(inputs[rank].device):
             return channel.all_to_all(outputs, inputs)
+        if isinstance(outputs, Tensor):
+            outputs[rank].copy_(inputs[rank])
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]
         sends = [(inputs[peer], peer) for peer in peers if inputs[peer].numel()]
         return channel.send_recv(sends, [(outputs[peer], peer) for peer in peers if outputs[peer].numel()])

@@ -120,7 +120,7 @@ class QuantizedSum:
             for some in others:
                 for parts, theirs in self._parts(values, some):
                     encode(parts, sent[theirs], self._generator)
-            await all_to_all(received, sent, group=group)
+            await all_to_all(received.unbind(), sent.unbind(), group=group)
             for some in others:
                 codec.add_rows(received[some], own)
         encode(own[None], received[rank : rank + 1], self._generator)
