@@ -164,9 +164,9 @@ class PassGradients:
         made: Any = moved
         if not isinstance(moved, AppliedGradient):
             made = AppliedGradient(moved, moved, gradient.parameter, self._terms, is_readable=gradient.is_readable)
-        parameter.grad, place = made, weakref.ref(made)
-        self._handed = [(p, place if p is parameter else wrapper) for p, wrapper in self._handed]
-        self._spare = {}
+        parameter.grad = made
+        self._handed = [(p, made if p is parameter else wrapper) for p, wrapper in self._handed]
+        self._kept.pop(id(parameter), None)
 
     # From step() to the next forward.
 
