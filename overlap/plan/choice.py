@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from tqdm import tqdm
 
 from overlap._checks import check_group, check_number, described, told
 from overlap._torch.ddp import uncompiled
@@ -33,6 +34,7 @@ _MARGIN = 0.02
 # How often a candidate that is no faster may win so many rounds.
 _CHANCE = 1 / 32
 _HEADINGS = ("candidate", "update", "ms a step", "of plain DDP", "rounds", "result")
+_PROGRESS = "{desc}: {bar} {n:.0f} of {total:.0f} s{postfix}"
 _plans: weakref.WeakKeyDictionary[DistributedDataParallel, Plan] = weakref.WeakKeyDictionary()
 
 
@@ -72,7 +74,7 @@ def auto(
         seconds: about how long to measure.
         process_group: the ranks; the default group if ``None``.
         ddp_options: more arguments of ``DistributedDataParallel``, such as ``bucket_cap_mb``.
-        quiet: print nothing.
+        quiet: print nothing; else rank 0 also shows on stderr, meanwhile, which chain runs and how the last one went.
 
     Returns:
         The model in DDP and the optimizer for the loop. ``Plan.of(ddp)`` is the choice.
@@ -129,7 +131,12 @@ def auto(
             assert sample is not None and loss is not None
             with (
                 generators_restored(device_of(model)),
-                Race(agreement, group, (model, optimizer, loss), sample, ddp_options=options) as race,
+                tqdm(
+                    total=seconds, bar_format=_PROGRESS, leave=False, disable=quiet or agreement.rank != 0
+                ) as progress,
+                Race(
+                    agreement, group, (model, optimizer, loss), sample, ddp_options=options, progress=progress
+                ) as race,
             ):
                 chosen = _raced(race, candidates, optimizer, agreement, end_s, len(trained))
         else:

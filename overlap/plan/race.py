@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from tqdm import tqdm
 
 from overlap._torch.c10d import abandon_group, has_lost_connection
 from overlap._torch.device import current_stream, has_streams
@@ -138,6 +139,9 @@ class Race:
     """Candidates on copies of ``own`` and a sample of this rank, beside plain DDP; see [Note: the race].
 
     Communication: collectives on a group of the ranks of ``group``, which is gone when the block ends.
+
+    Args:
+        progress: counts seconds, and shows the candidate that runs and how the one before it went.
     """
 
     def __init__(
@@ -148,7 +152,9 @@ class Race:
         sample: Sequence[Any],
         *,
         ddp_options: Mapping[str, Any],
+        progress: tqdm[None],
     ) -> None:
+        self._progress, self._start_s = progress, time.monotonic()
         self._agreement, self._ranks = agreement, dist.get_process_group_ranks(group)
         self._own, self._sample, self._ddp_options = own, sample, ddp_options
         self.samples: dict[str, list[float]] = {PLAIN: []}
@@ -189,7 +195,9 @@ class Race:
         Raises:
             ConfigurationError: plain DDP does not take the model.
         """
+        self._show(PLAIN)
         start_s, plain = time.monotonic(), self._plain()
+        went = f"{plain.step_ms:.1f} ms a step"
         add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s))[0]
         last_ms = add_ms + FEWEST_ROUNDS * 2 * max(plain.step_ms, _SAMPLE_MS)
         self.samples[PLAIN].append(plain.step_ms)
@@ -204,12 +212,23 @@ class Race:
                 if is_short and not (is_last and one in self.ratios):
                     self.is_complete = False
                     break
+                self._show(one, went)
                 self._compare(one, until_s=start_s + place * share_s, least=FEWEST_ROUNDS if is_last else 1)
+                went = (
+                    f"{statistics.median(self.ratios[one] or [math.nan]):.3f} of plain DDP"
+                    if one in self.ratios
+                    else ""
+                )
+                went = f"{one}: {'ruled out' if one in self.refused else went}"
             field = [one for one in field if one in self.ratios and one not in self.refused]
             if is_last:
                 return field[0] if field else None
             field = sorted(field, key=lambda one: statistics.median(self.ratios[one]))[: max(1, len(field) // 2)]
         return None
+
+    def _show(self, candidate: str, went: str = "") -> None:
+        self._progress.set_description_str(f"overlap.auto races {candidate}", refresh=False)
+        self._progress.set_postfix_str(went)
 
     def _plain(self) -> _Lane:
         lane = self._lanes.get(PLAIN) or self._add(PLAIN)
@@ -236,6 +255,8 @@ class Race:
             self.samples[PLAIN].append(ms[plain])
             samples.append(ms[lane])
             ratios.append(ms[lane] / ms[plain])
+            self._progress.n = min(time.monotonic() - self._start_s, self._progress.total)
+            self._progress.refresh()
         self._drop(candidate)
 
     def _round(self, order: Sequence[_Lane], until_s: float) -> tuple[list[float], bool]:

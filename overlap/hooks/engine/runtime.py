@@ -62,7 +62,7 @@ _OUTSIDE = (
     "returned, make ddp = DistributedDataParallel(ddp.module), and register again"
 )
 _UNNAMED = (
-    "bucket {index} has a parameter of shape {shape} that was not in the model when the chain was registered, so it has "
+    "bucket {index} has a parameter of shape {shape} that was not in the model when the chain was registered, and has "
     "no name. Tensor parallelism makes the parameters of a module anew in each forward: register before the first "
     "forward of DistributedDataParallel. Where a parameter was replaced, make DistributedDataParallel anew"
 )
