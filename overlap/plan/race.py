@@ -24,6 +24,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -45,7 +47,7 @@ from overlap.plan.candidates import METHODS, PLAIN, build
 from overlap.ranks.board import Agreement, group_all_reduce
 from overlap.ranks.machines import forget
 
-__all__ = ["FEWEST_ROUNDS", "Race", "device_of", "generators_restored"]
+__all__ = ["FEWEST_ROUNDS", "Like", "Race", "device_of", "generators_restored"]
 
 # DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
@@ -104,13 +106,30 @@ def generators_restored(device: torch.device) -> Iterator[None]:
             module.set_rng_state(on_device, device)
 
 
+@dataclass(frozen=True)
+class Like:
+    """What a step of the loop is like."""
+
+    accumulate: int = 1
+    """Backwards a step, all but the last under ``no_sync``."""
+    autocast: torch.dtype | None = None
+    """The dtype of ``torch.autocast`` around forward and loss; ``None``: none."""
+
+    def precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def __str__(self) -> str:
+        precision = "without autocast" if self.autocast is None else f"under autocast to {self.autocast}"
+        return f"{self.accumulate} backward{'s' if self.accumulate > 1 else ''} a step, {precision}"
+
+
 class _Lane:
     """A copy in DDP, ready to step."""
 
     def __init__(
-        self, candidate: str, ddp: DistributedDataParallel, optimizer: Optimizer, loss: Callable[..., Any]
+        self, candidate: str, ddp: DistributedDataParallel, optimizer: Optimizer, loss: Callable[..., Any], like: Like
     ) -> None:
-        self.candidate, self.ddp, self.optimizer, self.loss = candidate, ddp, optimizer, loss
+        self.candidate, self.ddp, self.optimizer, self.loss, self.like = candidate, ddp, optimizer, loss, like
         self.device = device_of(ddp)
         self.step_ms = 0.0
         """Of the slowest rank; 0 before the first step."""
@@ -118,8 +137,17 @@ class _Lane:
     def step(self, batch: Sequence[Any]) -> None:
         """Raises: ConfigurationError: the loss is not a scalar that backward could start from."""
         self.optimizer.zero_grad()
+        for _ in range(self.like.accumulate - 1):
+            with self.ddp.no_sync():
+                self._backward(batch)
+        self._backward(batch)
+        self.optimizer.step()
+
+    def _backward(self, batch: Sequence[Any]) -> None:
         *inputs, target = batch
-        value = self.loss(self.ddp(*inputs), target)
+        with self.like.precision(self.device):
+            value = self.loss(self.ddp(*inputs), target)
+        torch.clear_autocast_cache()  # The caller's own block would keep the casts of parameters.
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             without = ", without a gradient" if isinstance(value, Tensor) and not value.requires_grad else ""
@@ -128,7 +156,6 @@ class _Lane:
                 "element that depends on the output"
             )
         value.backward()
-        self.optimizer.step()
 
     def finish(self) -> None:
         """Wait for what was left to the next forward."""
@@ -152,11 +179,12 @@ class Race:
         sample: Sequence[Any],
         *,
         ddp_options: Mapping[str, Any],
+        like: Like,
         progress: tqdm[None],
     ) -> None:
         self._progress, self._start_s = progress, time.monotonic()
         self._agreement, self._ranks = agreement, dist.get_process_group_ranks(group)
-        self._own, self._sample, self._ddp_options = own, sample, ddp_options
+        self._own, self._sample, self._ddp_options, self._like = own, sample, ddp_options, like
         self.samples: dict[str, list[float]] = {PLAIN: []}
         """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of plain DDP, in all."""
         self.ratios: dict[str, list[float]] = {}
@@ -274,7 +302,7 @@ class Race:
         def wrapped() -> None:
             model, optimizer, loss = copied(self._own)
             ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, **self._ddp_options)
-            self._lanes[candidate] = _Lane(candidate, ddp, optimizer, loss)
+            self._lanes[candidate] = _Lane(candidate, ddp, optimizer, loss, self._like)
 
         def built() -> None:
             lane = self._lanes[candidate]

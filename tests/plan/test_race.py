@@ -16,7 +16,7 @@ from overlap import ConfigurationError, Plan
 from overlap.plan import race as race_module
 from overlap.plan.candidates import METHODS, PLAIN, allowed, obstacle
 from overlap.plan.choice import Row, decide, is_surely_faster, quartiles
-from overlap.plan.race import FEWEST_ROUNDS, Race
+from overlap.plan.race import FEWEST_ROUNDS, Like, Race
 
 STEP, ZERO, FORWARD, BF16 = "step", "zero", "zero-forward", "bf16"
 ADD_MS = 5.0
@@ -44,7 +44,7 @@ class _Race(Race):
         one, none = cast(Any, _OneRank()), cast(Any, None)
         self.shown = io.StringIO()
         progress = tqdm(total=60, file=self.shown, bar_format="{desc}|{postfix}")
-        super().__init__(one, none, none, (), ddp_options={}, progress=progress)
+        super().__init__(one, none, none, (), ddp_options={}, like=Like(), progress=progress)
 
     def _add(self, candidate: str) -> Any:
         self.now_s += 1e-3 * ADD_MS
