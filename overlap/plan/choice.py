@@ -14,17 +14,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from tqdm import tqdm
 
-from overlap._checks import check_group, check_number, described, told
+from overlap._checks import check_group, check_number, check_whole_number, described, told
 from overlap._torch.ddp import uncompiled
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.plan.candidates import METHODS, PLAIN, allowed, build, obstacle
-from overlap.plan.race import Race, device_of, generators_restored
+from overlap.plan.race import Like, Race, device_of, generators_restored
 from overlap.ranks.board import Agreement
 
 __all__ = ["Plan", "Row", "auto", "decide", "is_surely_faster", "quartiles"]
@@ -34,6 +36,7 @@ _MARGIN = 0.02
 # How often a candidate that is no faster may win so many rounds.
 _CHANCE = 1 / 32
 _HEADINGS = ("candidate", "update", "ms a step", "of plain DDP", "rounds", "result")
+_PROGRESS = "{desc}: {bar} {n:.0f} of {total:.0f} s{postfix}"
 _plans: weakref.WeakKeyDictionary[DistributedDataParallel, Plan] = weakref.WeakKeyDictionary()
 
 
@@ -47,6 +50,8 @@ def auto(
     updates: Literal["backward", "step"] = "backward",
     plan: Plan | None = None,
     seconds: float = 15.0,
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
     ddp_options: Mapping[str, Any] | None = None,
     quiet: bool = False,
@@ -71,9 +76,12 @@ def auto(
             may update while backward runs, and such a loop gets an error.
         plan: measure nothing, and follow this plan: for a run that resumes.
         seconds: about how long to measure.
+        accumulate: the backwards of a step in the loop, all but the last under ``no_sync``.
+        autocast: the dtype of ``torch.autocast`` around forward and loss in the loop; where ``None`` that which is
+            active where this is called, if one is.
         process_group: the ranks; the default group if ``None``.
         ddp_options: more arguments of ``DistributedDataParallel``, such as ``bucket_cap_mb``.
-        quiet: print nothing.
+        quiet: print nothing; else rank 0 also shows on stderr, meanwhile, which chain runs and how the last one went.
 
     Returns:
         The model in DDP and the optimizer for the loop. ``Plan.of(ddp)`` is the choice.
@@ -114,20 +122,34 @@ def auto(
         _check_optimizer(optimizer, model)
         if plan is None:
             _check_loss(sample, loss)
+        like = Like(check_whole_number("accumulate", accumulate, least=1), _autocast_dtype(autocast, model))
         trained = [[name, list(p.shape), str(p.dtype)] for name, p in model.named_parameters() if p.requires_grad]
         given = {
             "plans": None if plan is None else plan.method,
             "models": trained,
             "candidates (allow=, updates=)": candidates,
+            "loops (accumulate=, autocast=)": str(like),
         }
         agreement.agree(given, _check_alike)
         if plan is None:
             assert sample is not None and loss is not None
             with (
                 generators_restored(device_of(model)),
-                Race(agreement, group, (model, optimizer, loss), sample, ddp_options=options) as race,
+                torch.autocast(device_of(model).type, enabled=False),  # Backward and step run without.
+                tqdm(
+                    total=seconds, bar_format=_PROGRESS, leave=False, disable=quiet or agreement.rank != 0
+                ) as progress,
+                Race(
+                    agreement,
+                    group,
+                    (model, optimizer, loss),
+                    sample,
+                    ddp_options=options,
+                    like=like,
+                    progress=progress,
+                ) as race,
             ):
-                chosen = _raced(race, candidates, optimizer, agreement, end_s, len(trained))
+                chosen = _raced(race, candidates, optimizer, agreement, end_s, len(trained), like)
         else:
             chosen = plan
             if plan.ranks != agreement.size or plan.parameters not in (None, len(trained)):
@@ -152,8 +174,22 @@ def _check_alike(of_ranks: list[dict[str, Any]]) -> None:
                 raise ConfigurationError(f"ranks were given different {what}{shown}: give the same on all")
 
 
+def _autocast_dtype(given: torch.dtype | None, model: nn.Module) -> torch.dtype | None:
+    """Raises: ConfigurationError: ``given`` is not a dtype of autocast."""
+    if given is not None and (not isinstance(given, torch.dtype) or not given.is_floating_point):
+        raise ConfigurationError(f"autocast is a dtype such as torch.bfloat16, or None, got {told(given)}")
+    kind = device_of(model).type
+    return given or (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+
+
 def _raced(
-    race: Race, candidates: list[str], optimizer: Optimizer, agreement: Agreement, end_s: float, parameters: int
+    race: Race,
+    candidates: list[str],
+    optimizer: Optimizer,
+    agreement: Agreement,
+    end_s: float,
+    parameters: int,
+    like: Like,
 ) -> Plan:
     """The plan that a race of copies decides."""
     found = {one: obstacle(METHODS[one], optimizer) for one in candidates}
@@ -176,7 +212,7 @@ def _raced(
         method=method,
         ranks=agreement.size,
         rows=tuple(sorted(rows, key=lambda row: (row.measured_ms is None, row.measured_ms))),
-        reason=reason,
+        reason=f"{reason} Raced with {like}.",
         parameters=parameters,
     )
 

@@ -25,6 +25,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -35,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from tqdm import tqdm
 
 from overlap._torch.c10d import abandon_group, has_lost_connection
 from overlap._torch.device import current_stream, has_streams
@@ -45,7 +48,7 @@ from overlap.plan.candidates import METHODS, PLAIN, build
 from overlap.ranks.board import Agreement, group_all_reduce
 from overlap.ranks.machines import forget, own_subgroup
 
-__all__ = ["FEWEST_ROUNDS", "Race", "device_of", "generators_restored"]
+__all__ = ["FEWEST_ROUNDS", "Like", "Race", "device_of", "generators_restored"]
 
 # DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
@@ -114,13 +117,30 @@ def _of_all(found: list[Any]) -> list[Any]:
     return [next(filter(None, refusals), None), list(map(max, zip(*numbers, strict=False)))]
 
 
+@dataclass(frozen=True)
+class Like:
+    """What a step of the loop is like."""
+
+    accumulate: int = 1
+    """Backwards a step, all but the last under ``no_sync``."""
+    autocast: torch.dtype | None = None
+    """The dtype of ``torch.autocast`` around forward and loss; ``None``: none."""
+
+    def precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def __str__(self) -> str:
+        precision = "without autocast" if self.autocast is None else f"under autocast to {self.autocast}"
+        return f"{self.accumulate} backward{'s' if self.accumulate > 1 else ''} a step, {precision}"
+
+
 class _Lane:
     """A copy in DDP, ready to step."""
 
     def __init__(
-        self, candidate: str, ddp: DistributedDataParallel, optimizer: Optimizer, loss: Callable[..., Any]
+        self, candidate: str, ddp: DistributedDataParallel, optimizer: Optimizer, loss: Callable[..., Any], like: Like
     ) -> None:
-        self.candidate, self.ddp, self.optimizer, self.loss = candidate, ddp, optimizer, loss
+        self.candidate, self.ddp, self.optimizer, self.loss, self.like = candidate, ddp, optimizer, loss, like
         self.device = device_of(ddp)
         self.step_ms = 0.0
         """Of the slowest rank; 0 before the first step."""
@@ -128,8 +148,17 @@ class _Lane:
     def step(self, batch: Sequence[Any]) -> None:
         """Raises: ConfigurationError: the loss is not a scalar that backward could start from."""
         self.optimizer.zero_grad()
+        for _ in range(self.like.accumulate - 1):
+            with self.ddp.no_sync():
+                self._backward(batch)
+        self._backward(batch)
+        self.optimizer.step()
+
+    def _backward(self, batch: Sequence[Any]) -> None:
         *inputs, target = batch
-        value = self.loss(self.ddp(*inputs), target)
+        with self.like.precision(self.device):
+            value = self.loss(self.ddp(*inputs), target)
+        torch.clear_autocast_cache()  # The caller's own block would keep the casts of parameters.
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             without = ", without a gradient" if isinstance(value, Tensor) and not value.requires_grad else ""
@@ -138,7 +167,6 @@ class _Lane:
                 "element that depends on the output"
             )
         value.backward()
-        self.optimizer.step()
 
     def finish(self) -> None:
         """Wait for what was left to the next forward."""
@@ -149,6 +177,9 @@ class Race:
     """Candidates on copies of ``own`` and a sample of this rank, beside plain DDP; see [Note: the race].
 
     Communication: collectives on a group of the ranks of ``group``, which is gone when the block ends.
+
+    Args:
+        progress: counts seconds, and shows the candidate that runs and how the one before it went.
     """
 
     def __init__(
@@ -159,9 +190,12 @@ class Race:
         sample: Sequence[Any],
         *,
         ddp_options: Mapping[str, Any],
+        like: Like,
+        progress: tqdm[None],
     ) -> None:
+        self._progress, self._start_s = progress, time.monotonic()
         self._agreement, self._given_group = agreement, group
-        self._own, self._sample, self._ddp_options = own, sample, ddp_options
+        self._own, self._sample, self._ddp_options, self._like = own, sample, ddp_options, like
         self.samples: dict[str, list[float]] = {PLAIN: []}
         """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of plain DDP, in all."""
         self.ratios: dict[str, list[float]] = {}
@@ -200,7 +234,9 @@ class Race:
         Raises:
             ConfigurationError: plain DDP does not take the model.
         """
+        self._show(PLAIN)
         start_s, plain = time.monotonic(), self._plain()
+        went = f"{plain.step_ms:.1f} ms a step"
         add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s), _first)
         last_ms = add_ms + FEWEST_ROUNDS * 2 * max(plain.step_ms, _SAMPLE_MS)
         self.samples[PLAIN].append(plain.step_ms)
@@ -215,12 +251,23 @@ class Race:
                 if is_short and not (is_last and one in self.ratios):
                     self.is_complete = False
                     break
+                self._show(one, went)
                 self._compare(one, until_s=start_s + place * share_s, least=FEWEST_ROUNDS if is_last else 1)
+                went = (
+                    f"{statistics.median(self.ratios[one] or [math.nan]):.3f} of plain DDP"
+                    if one in self.ratios
+                    else ""
+                )
+                went = f"{one}: {'ruled out' if one in self.refused else went}"
             field = [one for one in field if one in self.ratios and one not in self.refused]
             if is_last:
                 return field[0] if field else None
             field = sorted(field, key=lambda one: statistics.median(self.ratios[one]))[: max(1, len(field) // 2)]
         return None
+
+    def _show(self, candidate: str, went: str = "") -> None:
+        self._progress.set_description_str(f"overlap.auto races {candidate}", refresh=False)
+        self._progress.set_postfix_str(went)
 
     def _plain(self) -> _Lane:
         lane = self._lanes.get(PLAIN) or self._add(PLAIN)
@@ -247,6 +294,8 @@ class Race:
             self.samples[PLAIN].append(ms[plain])
             samples.append(ms[lane])
             ratios.append(ms[lane] / ms[plain])
+            self._progress.n = min(time.monotonic() - self._start_s, self._progress.total)
+            self._progress.refresh()
         self._drop(candidate)
 
     def _round(self, order: Sequence[_Lane], until_s: float) -> list[float]:
@@ -265,7 +314,7 @@ class Race:
         def wrapped() -> None:
             model, optimizer, loss = copied(self._own)
             ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, **self._ddp_options)
-            self._lanes[candidate] = _Lane(candidate, ddp, optimizer, loss)
+            self._lanes[candidate] = _Lane(candidate, ddp, optimizer, loss, self._like)
 
         def built() -> None:
             lane = self._lanes[candidate]

@@ -309,6 +309,39 @@ def _loss_with_state(rank: int) -> None:
     assert head.scale.bias.grad is None
 
 
+def _raced_as_the_loop_steps(rank: int) -> None:
+    seen: set[tuple[torch.dtype, bool]] = set()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.add((output.dtype, torch.is_autocast_enabled("cpu")))
+        return CROSS_ENTROPY(output, target)
+
+    steps, backwards = 0, 0
+
+    def step(self: Any, batch: Any, real: Any = race._Lane.step) -> None:
+        nonlocal steps
+        steps += 1
+        real(self, batch)
+        assert not torch.is_autocast_enabled("cpu"), "in the update"
+
+    def backward(self: Any, batch: Any, real: Any = race._Lane._backward) -> None:
+        nonlocal backwards
+        backwards += 1
+        real(self, batch)
+
+    with mock.patch.object(race._Lane, "step", step), mock.patch.object(race._Lane, "_backward", backward):
+        with torch.autocast("cpu", dtype=torch.float16):
+            plan = _chosen(rank, loss=loss, accumulate=4)
+        assert "Raced with 4 backwards a step, under autocast to torch.float16." in plan.reason
+        assert seen == {(torch.float16, True)} and backwards == 4 * steps
+        seen.clear()
+        assert (
+            "1 backward a step, under autocast to torch.bfloat16"
+            in _chosen(rank, loss=loss, autocast=torch.bfloat16).reason
+        )
+        assert seen == {(torch.bfloat16, True)}
+
+
 def _uncopyable(rank: int) -> None:
     model = _model()
     model.lock = __import__("threading").Lock()
@@ -329,6 +362,7 @@ def test_races_of_all_kinds() -> None:
         "every bit is left as it was": _left_alone,
         "a method as loss is copied": _loss_with_state,
         "a model that cannot be copied": _uncopyable,
+        "autocast and accumulation": _raced_as_the_loop_steps,
     }
     run_ranks(functools.partial(_each, cases), 2, timeout_s=100)
 
@@ -342,6 +376,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "loss without a gradient": ({"loss": lambda out, y: out.detach().sum()}, "loss returned .* without a gradient"),
     "unknown kind": ({"allow": ("exact", "4-bit")}, "allow has '4-bit'; known are exact, 16-bit, 8-bit, low-rank"),
     "seconds": ({"seconds": -1}, "seconds must be greater than 0"),
+    "accumulate": ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
+    "autocast": ({"autocast": "bf16"}, "autocast is a dtype such as torch.bfloat16, or None, got 'bf16'"),
     "plan": ({"plan": "plan.json"}, r"plan is a str: give Plan.load\(path\)"),
     "options": ({"ddp_options": 5}, "ddp_options=5 is not a dict"),
     "ranks of a plan": ({"plan": _plan("ddp", ranks=3)}, "plan was made for 3 ranks and .* here are 2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Sequence
 from typing import Any, cast
@@ -9,12 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from overlap import ConfigurationError, Plan
 from overlap.plan import race as race_module
 from overlap.plan.candidates import METHODS, PLAIN, allowed, obstacle
 from overlap.plan.choice import Row, decide, is_surely_faster, quartiles
-from overlap.plan.race import FEWEST_ROUNDS, Race
+from overlap.plan.race import FEWEST_ROUNDS, Like, Race
 
 STEP, ZERO, FORWARD, BF16 = "step", "zero", "zero-forward", "bf16"
 ADD_MS = 5.0
@@ -40,7 +42,9 @@ class _Race(Race):
         self.now_s = 0.0
         self.heats: list[str] = []
         one, none = cast(Any, _OneRank()), cast(Any, None)
-        super().__init__(one, none, none, (), ddp_options={})
+        self.shown = io.StringIO()
+        progress = tqdm(total=60, file=self.shown, bar_format="{desc}|{postfix}")
+        super().__init__(one, none, none, (), ddp_options={}, like=Like(), progress=progress)
 
     def _add(self, candidate: str) -> Any:
         self.now_s += 1e-3 * ADD_MS
@@ -89,10 +93,17 @@ def test_the_time_decides_how_many_race(monkeypatch: pytest.MonkeyPatch) -> None
 def test_after_a_method_that_is_refused_plain_ddp_is_built_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    race = _Race({PLAIN: 100, STEP: 1, ZERO: 80}, refused=[STEP])
+    race = _Race({PLAIN: 100, STEP: 1, ZERO: 80}, refused=[STEP], noise=0.0)
     assert _run(race, [STEP, ZERO], 30.0, monkeypatch) == ZERO
     assert race.heats == [PLAIN, PLAIN, ZERO, ZERO]
     assert race.refused == {STEP: "sparse"}
+    for shown in (
+        "races ddp",
+        f"races {STEP}|, 100.0 ms",
+        f"races {ZERO}|, step: ruled out",
+        "zero: 0.800 of plain DDP",
+    ):
+        assert shown in race.shown.getvalue()
     assert _run(_Race({PLAIN: 100}, refused=[STEP]), [STEP], 30.0, monkeypatch) is None
     with pytest.raises(ConfigurationError, match="ddp does not take this model: sparse"):
         _run(_Race({PLAIN: 100}, refused=[PLAIN]), [STEP], 30.0, monkeypatch)
