@@ -6,7 +6,7 @@ An update that is not made in ``optimizer.step()`` must be exactly plain DDP's, 
 whether gradients are there, are the mean over ranks, have been applied: that is one :class:`Phase`, and
 :data:`TRANSITIONS` lists the phase that follows each event, and the events that are refused. A comment in the table
 marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses those. ``Step``, ``ZeroStep`` and
-local SGD use it alike. ``docs/guides/loop.md`` shows the table as a picture; ``gradients.py`` has what happens to
+local SGD use it alike. ``docs/reports/phases.md`` shows the table as a picture; ``gradients.py`` has what happens to
 ``.grad``.
 """
 

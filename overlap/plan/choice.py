@@ -60,7 +60,7 @@ def auto(
 
     Call it on every rank, before the first step. It races chains beside plain DDP for some seconds, on copies: the
     model, the optimizer and all generators are left as they were. One of them is chosen only if it was faster by more
-    than the noise, and by 2 %. All ranks choose the same. Rank 0 prints a table and the reason. See ``docs/auto.md``.
+    than the noise, and by 2 %. All ranks choose the same. Rank 0 prints a table and the reason. See ``docs/choose.md``.
 
     Args:
         model: the model to train, on its device and not in DDP.
