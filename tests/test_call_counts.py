@@ -1,4 +1,5 @@
-"""How many Python calls a step makes into the package, counted on all threads of a rank. Time varies; counts do not."""
+"""How many Python calls a step makes into the package, counted on all threads of a rank; and how many `step()` makes in
+all. Time varies; counts do not."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import overlap
+from benchmarks.host_cost import training
 from harness import run_ranks, wrap
 from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
@@ -71,3 +73,30 @@ def test_a_step_and_a_bucket_make_few_calls(name: str) -> None:
     four, ten = _most(name, 4), _most(name, 10)
     assert four <= MOST[name]
     assert round((ten - four) / 6) <= MOST_A_BUCKET[name], f"{(ten - four) / 6:.1f}"
+
+
+# Python calls of all code in the loop's `step()`, whatever the number of parameters.
+MOST_IN_STEP = {"AllReduce, Step": 67, "AllReduce, Step, deferred": 94, "ZeroStep, 8 ranks": 77}
+
+
+def _calls_of_step(method: str, buckets: int) -> int:
+    calls = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with training(method, buckets) as (ddp, update, x):
+        for step in range(_WARM_UP):
+            ddp(x).square().mean().backward()
+            sys.setprofile(profile if step == _WARM_UP - 1 else None)
+            update.step()
+            sys.setprofile(None)
+            update.clear()
+        update.finish()
+    return calls
+
+
+@pytest.mark.parametrize("method", MOST_IN_STEP)
+def test_step_makes_no_python_call_for_a_parameter(method: str) -> None:
+    assert _calls_of_step(method, 2) == _calls_of_step(method, 6) <= MOST_IN_STEP[method]
