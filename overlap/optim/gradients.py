@@ -14,6 +14,7 @@ Local SGD without an update in backward is an ordinary optimizer, and only clear
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,8 @@ class PassGradients:
         # By id of the parameter, those of gradients that come again in every pass, with what step() leaves for each.
         self._kept: dict[int, tuple[AppliedGradient, Tensor]] = {}
         self._passes = 0
+        # By id of the parameter, others that are not handed over.
+        self._spare: dict[int, AppliedGradient] = {}
         # What step() left in .grad: parameters, gradients, their versions, and the views that some of them stand for.
         self._left: list[tuple[Tensor, weakref.ref[Tensor], int, Tensor | None]] = []
         # Parameters whose gradients a forward has cleared.
@@ -87,40 +90,37 @@ class PassGradients:
 
     def hand_over(self) -> None:
         """Give the loop the gradients that were applied, to be read; or where this rank has only a part of each,
-        stand-ins for all that were reduced, which cannot be read. Nor can a released gradient."""
-        is_readable, kept, released, handed = not self.has_parts, self._kept, self.released, self._handed
-        for key, parameter in (self.applied if is_readable else self.reduced).items():
+        stand-ins for all that were reduced, which cannot be read. Nor can a released gradient.
+
+        A view of a bucket of DDP's is the same object in every pass, and so is what is handed over for it; the loop
+        sees the new values in what it has kept, as with plain DDP. DDP makes its buckets anew after the first pass:
+        what was kept for a view of that would hold the memory of the old ones.
+        """
+        parts, kept, spare = self.has_parts, self._kept, self._spare
+        for key, parameter in (self.reduced if parts else self.applied).items():
             gradient = parameter.grad
-            if key in released:
+            if key in self.released:
                 gradient = None
             elif gradient is None or gradient.is_sparse:
                 continue
             elif type(gradient) is AppliedGradient:  # Of the pass before, if no forward was seen that would clear it.
                 gradient = gradient.plain
             wrapper, _ = kept.get(key, _NOT_KEPT)
-            if gradient is None or wrapper is None or wrapper.plain is not gradient:
-                wrapper = self._wrapped(parameter, gradient)
-            wrapper.is_readable = is_readable
+            if wrapper is None or wrapper.plain is not gradient:
+                kept.pop(key, None)
+                wrapper, like = spare.pop(key, None), parameter if gradient is None else gradient
+                if wrapper is None or wrapper.stride() != like.stride():
+                    wrapper = AppliedGradient(gradient, like, weakref.ref(parameter), self._terms)
+                wrapper.plain = gradient
+                if gradient is not None and self._passes > 1 and gradient._is_view():
+                    kept[key] = wrapper, gradient.data
+            wrapper.is_readable = not parts
             parameter.grad = wrapper
-            handed.append((parameter, wrapper))
+            self._handed.append((parameter, wrapper))
 
-    def _wrapped(self, parameter: Tensor, gradient: Tensor | None) -> AppliedGradient:
-        """What stands for ``gradient``, or for none, from now on.
-
-        A view of a bucket of DDP's is the same object in every pass, and so is what stands for it; the loop sees the
-        new values in what it has kept, as with plain DDP. DDP makes its buckets anew after the first pass: what stands
-        for a view of that would hold the memory of the old ones.
-        """
-        like = parameter if gradient is None else gradient
-        wrapper: AppliedGradient = AppliedGradient(gradient, like, weakref.ref(parameter), self._terms)
-        self._kept.pop(id(parameter), None)
-        if gradient is not None and self._passes > 1 and gradient._is_view():
-            self._kept[id(parameter)] = wrapper, gradient.data
-        return wrapper
-
-    def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
-        """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
-        ``keeps_empty`` not where there is none inside. Returns the parameters."""
+    def _take(self, *, keeps_empty: bool = False, is_left: bool = False) -> list[Tensor]:
+        """Put the tensors inside, or what ``is_left`` by ``step()``, back into ``.grad`` where the gradients that were
+        handed over are still there; with ``keeps_empty`` not where there is none inside. Returns the parameters."""
         taken, kept = [], []
         for parameter, wrapper in self._handed:
             if parameter.grad is not wrapper:
@@ -128,8 +128,14 @@ class PassGradients:
             if wrapper.plain is None and keeps_empty:
                 kept.append((parameter, wrapper))
                 continue
-            parameter.grad = wrapper.plain
+            _, own = self._kept.get(id(parameter), _NOT_KEPT)
+            parameter.grad = own if is_left and own is not None else wrapper.plain
             taken.append(parameter)
+            # One that the loop has kept goes on showing its own gradient. To make another takes longer, and nothing but
+            # the count tells whether it was kept: CPython's, of a variable as in `_references_of_a_handed_one`.
+            if own is None and sys.getrefcount(wrapper) == _REFERENCES:
+                wrapper.plain = None
+                self._spare[id(parameter)] = wrapper
         self._handed = kept
         return taken
 
@@ -177,26 +183,20 @@ class PassGradients:
         Views of a bucket of DDP's share one version counter, so that an edit of one would count for all. So until then
         other views take their place, each with a counter of its own.
         """
+        if not self.has_parts:
+            self._take(keeps_empty=True, is_left=True)
         self._left = left = []
-        inside = {} if self.has_parts else {id(wrapper): wrapper.plain for _, wrapper in self._handed}
         for key, parameter in self.applied.items():
-            gradient: Any = parameter.grad
-            there = gradient
-            if type(gradient) is AppliedGradient:
-                gradient = inside.get(id(gradient))
-            if gradient is None:
+            gradient, view = parameter.grad, None
+            if gradient is None or type(gradient) is AppliedGradient:
                 continue
-            view: Tensor | None = None
             wrapper, own = self._kept.get(key, _NOT_KEPT)
-            if wrapper is not None and wrapper.plain is gradient:
-                view, gradient = gradient, own
+            if gradient is own:
+                view = wrapper.plain
             elif gradient._is_view():
                 view, gradient = gradient, gradient.data
-            if gradient is not there:
                 parameter.grad = gradient
             left.append((parameter, weakref.ref(gradient), gradient._version, view))
-        if not self.has_parts:
-            self._handed = [(parameter, wrapper) for parameter, wrapper in self._handed if wrapper.plain is None]
 
     def as_left(self) -> list[Tensor]:
         """Parameters whose gradients are still what :meth:`take_back` noted."""
@@ -264,7 +264,7 @@ class PassGradients:
         for parameter in (p for p, noted, _, _ in self._left if p.grad is noted()):
             parameter.grad = None
         self._put_views_back()
-        self._kept = {}
+        self._kept, self._spare = {}, {}
         self.forget()
         self._cleared = []
 
@@ -272,6 +272,14 @@ class PassGradients:
         for parameter, noted, _, view in self._left:
             if view is not None and parameter.grad is not None and parameter.grad is noted():
                 parameter.grad = view
+
+
+def _references_of_a_handed_one() -> int:
+    """``sys.getrefcount`` in a loop over pairs of what nothing but the pair refers to."""
+    return next(sys.getrefcount(wrapper) for _, wrapper in [(None, object())])
+
+
+_REFERENCES = _references_of_a_handed_one()
 
 
 class UsedValues:

@@ -107,7 +107,8 @@ def _matrix(rank: int, world_size: int) -> None:
         for view in (True,) if form != "interleaved" else (False, True):
             reference, ddp = (_model(gradient_as_bucket_view=view) for _ in range(2))
             plain, optimizer = SGD(reference.parameters()), _register(form, ddp)
-            for step in range(3):  # DDP builds its buckets anew after the first.
+            kept: list[tuple[Any, Any]] = []
+            for step in range(4):  # DDP builds its buckets anew after the first.
                 plain.zero_grad()
                 backward(reference, step, rank)
                 if optimizer is None:
@@ -124,6 +125,11 @@ def _matrix(rank: int, world_size: int) -> None:
                             read(ddp)
                     else:
                         assert_parity(read(ddp), read(reference), what=cell)
+                if form in READABLE:  # Views of a bucket have new values, others are as they were.
+                    kept += [(p.grad, q.grad) for p, q in zip(ddp.parameters(), reference.parameters(), strict=True)]
+                    for place, (gradient, expected) in enumerate(kept[10:]):
+                        what = f"{form}, view={view}, kept gradient {place}"
+                        assert_parity(gradient.clone(), expected.clone(), what=what)
                 plain.step()
                 if optimizer is not None:
                     optimizer.step()
