@@ -1,4 +1,4 @@
-"""How many calls a step makes, on all threads of a rank or on an accelerator, and `step()` alone. Counts do not vary."""
+"""How many calls a step makes, on all threads of a rank or on an accelerator, and `step()` alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARM_UP, _COUNTED = 4, 3
 
 # At most so many calls a step of ten layers of 192 x 192 in four buckets, on two ranks. A few vary: whether the worker
 # still has something when the loop asks.
-MOST = {"AllReduce, Step": 253, "ZeroStep": 591, "ZeroStep, gather in forward": 750}
+MOST = {"AllReduce, Step": 253, "ZeroStep": 630, "ZeroStep, gather in forward": 785}
 # The same for one bucket more: a sixth of the calls that ten buckets take above four, which is a whole number but for
 # those few.
 MOST_A_BUCKET = {"AllReduce, Step": 35, "ZeroStep": 117, "ZeroStep, gather in forward": 129}
@@ -92,7 +92,7 @@ def test_a_bucket_on_an_accelerator_makes_few_calls(name: str) -> None:
 
 
 # Python calls of all code in the loop's `step()`, whatever the number of parameters.
-MOST_IN_STEP = {"AllReduce, Step": 67, "AllReduce, Step, deferred": 94, "ZeroStep, 8 ranks": 77}
+MOST_IN_STEP = {"AllReduce, Step": 67, "AllReduce, Step, deferred": 96, "ZeroStep, 8 ranks": 77}
 
 
 def _calls_of_step(method: str, buckets: int) -> int:
