@@ -1,18 +1,21 @@
 """Optimizers of torch.optim whose fused kernels are called directly equal their own step() bit for bit, whatever the
-loop does to groups and state between steps. Without DDP; the loops of tests/loops have it."""
+loop does to groups and state between steps: without DDP, and a few with it."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from step_loops import backward, plain_ddp, registered, settle
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from harness import assert_parity
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP
 from overlap.optim.stepper import SubsetStepper, Verdict
 
 
@@ -188,3 +191,30 @@ def test_what_is_not_a_fused_kernel_is_left_to_the_class(name: str) -> None:
     for event_name in ("nothing", "load_state_dict"):
         candidate = _compare(LEFT[name], EVENTS[event_name], f"{name}, {event_name}", is_whole=True)
         assert candidate.twins == 8
+
+
+def _with_ddp(rank: int, world_size: int) -> None:
+    for cls, options in (FUSED["AdamW, amsgrad"], FUSED["SGD, Nesterov"]):
+        make = functools.partial(cls, **options, fused=True)
+        for form in ("interleaved", "deferred", "zero", "zero deferred"):
+            reference, plain = plain_ddp(MLP, make)
+            ddp = wrap(MLP.model(), **MLP.ddp_options())
+            optimizer = registered(form, ddp, make)
+            for step in range(6):
+                for model, one in ((reference, plain), (ddp, optimizer)):
+                    one.zero_grad()
+                    backward(model, step, rank)
+                    one.step()
+                settle(optimizer)
+                if step == 3:
+                    saved = copy.deepcopy(plain.state_dict())
+                    for entry in saved["state"].values():
+                        entry.update({key: value / 2 for key, value in entry.items()})
+                    plain.load_state_dict(copy.deepcopy(saved))
+                    optimizer.load_state_dict(saved)
+                what = f"{cls.__name__}, {form}, step {step}"
+                assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=what)
+
+
+def test_every_form_equals_plain_ddp_also_after_loading() -> None:
+    run_ranks(_with_ddp, 2)
