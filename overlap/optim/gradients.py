@@ -173,6 +173,7 @@ class PassGradients:
         parameter.grad = made
         self._handed = [(p, made if p is parameter else wrapper) for p, wrapper in self._handed]
         self._kept.pop(id(parameter), None)
+        self._spare.pop(id(parameter), None)
 
     # From step() to the next forward.
 
