@@ -121,17 +121,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--update-bytes", 28.0, "of memory for each parameter: AdamW 28, SGD 12"),
     ):
         parser.add_argument(name, type=type(default), default=default, help=text)
-    parser.add_argument("--compute-ms", type=float, help="measured forward and backward, in place of tokens")
-    parser.add_argument("--grid", action="store_true", help="the table of the documentation, in Markdown")
+    parser.add_argument(
+        "--compute-ms", type=float, default=argparse.SUPPRESS, help="measured forward and backward, in place of tokens"
+    )
+    parser.add_argument(
+        "--grid", action="store_true", default=argparse.SUPPRESS, help="the table of the documentation, in Markdown"
+    )
     parser.epilog = "Launches and latencies are left out. Agrees with docs/benchmarks.md within a quarter."
 
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints a row for each chain."""
     fields = {name: value for name, value in vars(options).items() if name != "grid"}
-    if bad := [name for name, value in fields.items() if value is not None and value <= 0]:
+    if bad := [name for name, value in fields.items() if value <= 0]:
         raise ConfigurationError(f"--{bad[0].replace('_', '-')} must be more than 0")
-    if options.grid:
+    if "grid" in options:
         print("\n".join(grid()))
         return 0
     job = Job(**fields)

@@ -44,12 +44,12 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[Tensor, str]:
 
     Includes parameters that are frozen now: DDP decided what it reduces when it was made. A tied parameter has its
     first name. ``_orig_mod.``, which ``torch.compile`` adds, is left out, so that state saved from a compiled model
-    fits the same model uncompiled.
+    fits the same model uncompiled. DDP looks for ignored ones as ``module.name``, so it reduces those of the root.
     """
     return {
         parameter: plain_name(name)
         for name, parameter in ddp.module.named_parameters()
-        if not hasattr(parameter, "_ddp_ignored") and name not in ddp.parameters_to_ignore
+        if "." not in name or name not in ddp.parameters_to_ignore
     }
 
 

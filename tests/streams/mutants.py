@@ -122,7 +122,7 @@ MUTANTS: dict[str, Mutant] = {
         f"{_OPTIM}.zero.prefetch:ParameterPrefetch.wait_for", "completion.wait()", _FORWARD
     ),
     "what is left of the gathers is not waited for": _without(
-        f"{_OPTIM}.zero.prefetch:ParameterPrefetch.wait", "completion.wait()", _FORWARD
+        f"{_OPTIM}.zero.prefetch:ParameterPrefetch.wait", "self.wait_for(self._completions)", _FORWARD
     ),
     "an average lands before it is there": _without(
         f"{_OPTIM}.local_sgd.means:Running.wait", "completion.wait()", "local, overlapped"
