@@ -257,7 +257,16 @@ class Board:
 
     def connect(self, name: str, *, purpose: str) -> GlooChannel:
         """Connections of all ranks over Gloo, which find each other under ``name``; raises as :meth:`gather`."""
-        self.gather("came", None, purpose=purpose)
+        # A rank that gives up may have come before a late one, which would wait for it in Gloo, which polls nothing:
+        # the first that knows whether all have come decides for all.
+        try:
+            self.gather("came", None, purpose=purpose)
+        except CollectiveError:
+            if self.write_first("decided", "given up") == "given up":
+                raise
+        else:
+            if self.write_first("decided", "all came") == "given up":
+                raise self.peer_error() or CollectiveError(f"another rank did not wait for rank {self.rank}{purpose}")
         try:
             store = PrefixStore(f"{self._prefix}/{name}", self._client)
             channel = GlooChannel(store, self.rank, self.size, self.timeout)
