@@ -203,8 +203,7 @@ class Board:
         """Write that this rank has failed; the first report stays. Never raises: the error itself matters more."""
         text = f"rank {self.rank}: {_one_line(error)}"
         with contextlib.suppress(Exception):
-            if self._call(lambda: self._store.compare_set(_FAILED, "", text)) == text.encode():
-                self._written.append(_FAILED)
+            self._write_first(_FAILED, text)
 
     def failure(self) -> str | None:
         """The first report: the rank and its error. ``None`` without one, or where the store cannot be read."""
@@ -303,7 +302,21 @@ class Board:
 
     def connect(self, name: str, *, purpose: str) -> GlooChannel:
         """Connections of all ranks over Gloo, which find each other under ``name``; raises as :meth:`agree`."""
-        self.agree("came", purpose=purpose)
+        # A rank that gives up may have come before a late one, which would wait for it in Gloo, which polls nothing. So
+        # the first that knows decides for all: rank 0 that all have come, or a rank that it has given up.
+        gives_up = f"rank {self.rank} has given up"
+
+        def all_came(_: list[Any]) -> None:
+            if (first := self._write_first("decided", "all came")) != "all came":
+                raise self.peer_error() or CollectiveError(
+                    f"{first}: it could not connect with the other ranks{purpose}"
+                )
+
+        try:
+            self.agree("came", decide=all_came, purpose=purpose)
+        except CollectiveError:
+            if self._write_first("decided", gives_up) != "all came":
+                raise
         try:
             store = PrefixStore(f"{self._prefix}/{name}", self._client)
             channel = GlooChannel(store, self.rank, self.size, self.timeout)
@@ -312,6 +325,13 @@ class Board:
         # Gloo returns while others still connect: they would fail if this rank ended before they are done.
         self.agree("connected", purpose=purpose)
         return channel
+
+    def _write_first(self, key: str, text: str) -> str:
+        """Write ``text``, unless another rank has written under ``key`` before; returns the text of the first."""
+        first: str = self._call(lambda: self._store.compare_set(key, "", text)).decode()
+        if first == text:
+            self._written.append(key)
+        return first
 
     def _read(self, key: str) -> str | None:
         return self._call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
