@@ -45,7 +45,7 @@ help:
 	@echo "               DEVICE=cpu is the dry run; PYTHON=python3 names the Python that has torch; it installs nothing"
 	@echo "make soak      faults at random moments for MINUTES=10, and exact resumes; SOAK=... for more: SOAK='--seed 1'"
 	@echo "               STEPS=20000 adds so many steps of every form, in which nothing may grow"
-	@echo "make mutants   put 60 faults into copies of the package, one at a time: the tests must find them; MUTANTS='--jobs 4'"
+	@echo "make mutants   put more than 60 faults into copies of the package, one at a time: the tests must find them; MUTANTS='--jobs 4'"
 	@echo "make clean     remove what these made"
 
 demo: $(installed)
