@@ -157,6 +157,10 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     ),
     "OptimizerHookState, a module": (lambda of: OptimizerHookState(of.model), r"torch\.optim\.Optimizer, got"),
     "as_hook, a hook": (lambda of: as_hook(allreduce_hook), "is a hook already"),
+    "PowerSGD, an argument of PowerSGDState": (
+        lambda of: PowerSGD(matrix_approximation_rank=4),  # type: ignore[call-arg]
+        r"PowerSGDState's: PowerSGD\(rank=4\)",
+    ),
     "PowerSGDState, a model": (lambda of: PowerSGDState(of.ddp), "process_group is a process group .*got Distributed"),
     "sharded, a group without this rank": (
         lambda of: ZeroRedundancyOptimizer(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap._torch.foreach import all_finite
-from overlap.errors import ConfigurationError
+from overlap.errors import ArgumentTypeError, ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
@@ -19,6 +19,14 @@ from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 
 __all__ = ["PowerSGD"]
+
+# Of the arguments of PyTorch's PowerSGDState, those that have another name here.
+_TORCH_NAMES = {
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "start_step",
+    "use_error_feedback": "error_feedback",
+    "random_seed": "seed",
+}
 
 
 class PowerSGD(Stage):
@@ -59,6 +67,16 @@ class PowerSGD(Stage):
     >>> PowerSGD(rank=4, start_step=1000)
     PowerSGD(rank=4, start_step=1000)
     """
+
+    if not TYPE_CHECKING:  # Or any keyword would be known to type checkers.
+
+        def __new__(cls, *_: Any, **options: Any) -> Self:
+            for name, value in options.items():
+                if (ours := _TORCH_NAMES.get(name)) is not None:
+                    raise ArgumentTypeError(
+                        f"PowerSGD has no {name}, which is PowerSGDState's: PowerSGD({ours}={value!r})"
+                    )
+            return super().__new__(cls)
 
     def __init__(
         self,
