@@ -92,7 +92,7 @@ def test_a_bucket_on_an_accelerator_makes_few_calls(name: str) -> None:
 
 
 # Python calls of all code in the loop's `step()`, whatever the number of parameters.
-MOST_IN_STEP = {"AllReduce, Step": 67, "AllReduce, Step, deferred": 96, "ZeroStep, 8 ranks": 77}
+MOST_IN_STEP = {"AllReduce, Step": 67, "AllReduce, Step, deferred": 98, "ZeroStep, 8 ranks": 79}
 
 
 def _calls_of_step(method: str, buckets: int) -> int:

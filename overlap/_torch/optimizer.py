@@ -70,6 +70,14 @@ def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     return step  # type: ignore[no-any-return]
 
 
+def init_group(cls: type[Optimizer]) -> Callable[..., Any] | None:
+    """``cls._init_group``, without the wrapper with which the first ``torch.compile`` keeps it out of graphs."""
+    method: Any = getattr(cls, "_init_group", None)
+    while (inner := getattr(method, "_torchdynamo_orig_callable", None)) is not None:
+        method = inner
+    return method  # type: ignore[no-any-return]
+
+
 def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     """The ``step`` that was set on the object in place of its class's, if that is not what an LR scheduler sets.
 

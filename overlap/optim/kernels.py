@@ -25,14 +25,14 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from overlap._torch.foreach import add_one_, fused_adam_, fused_adamw_, fused_sgd_, subtract_
-from overlap._torch.optimizer import checks_devices, own_step, unhooked_step
+from overlap._torch.optimizer import checks_devices, init_group, own_step, unhooked_step
 
 __all__ = ["FusedKernels", "Split"]
 
 Split = list[tuple[int, dict[str, Any]]]
 """The places of groups, with the entries of each that list its parameters."""
 
-_METHODS: Mapping[type[Optimizer], Any] = {cls: (unhooked_step(cls), cls._init_group) for cls in (Adam, AdamW, SGD)}
+_METHODS: Mapping[type[Optimizer], Any] = {cls: (unhooked_step(cls), init_group(cls)) for cls in (Adam, AdamW, SGD)}
 # The options of a group that the kernels take by the same name.
 _OPTIONS: Mapping[type[Optimizer], tuple[str, ...]] = {
     Adam: ("amsgrad", "lr", "weight_decay", "eps", "maximize"),
@@ -91,7 +91,7 @@ class FusedKernels:
         optimizer, cls = self._optimizer, type(self._optimizer)
         calls: list[_Call | None] = []
         if (
-            _METHODS.get(cls) == (unhooked_step(cls), getattr(cls, "_init_group", None))
+            _METHODS.get(cls) == (unhooked_step(cls), init_group(cls))
             and own_step(optimizer) is None
             and not checks_devices(optimizer)
         ):

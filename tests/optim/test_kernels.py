@@ -186,6 +186,13 @@ def test_kernels_equal_the_step_of_the_class(name: str, is_whole: bool) -> None:
         assert candidate.twins <= most, f"{what}: {candidate.twins} twins"
 
 
+def test_kernels_are_used_after_something_was_compiled() -> None:
+    """The first ``torch.compile`` of a process wraps methods of every optimizer's class."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    cls, options = FUSED["AdamW"]
+    assert not _compare((cls, {**options, "fused": True}), EVENTS["nothing"], "compiled", is_whole=False).twins
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_not_a_fused_kernel_is_left_to_the_class(name: str) -> None:
     for event_name in ("nothing", "load_state_dict"):
