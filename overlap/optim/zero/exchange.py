@@ -38,6 +38,7 @@ a stage, which know no buckets, have the same parts.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -302,6 +303,8 @@ class Exchange:
         # Flat buffers, kept from bucket to bucket and step to step: on a CPU the first use of fresh memory takes longer
         # than the copy into it. Accelerators have a caching allocator, which also knows about streams.
         self._free: list[Tensor] = []
+        # New buckets are cut on the thread of backward, while the thread of the engine exchanges those before them.
+        self._lock = threading.Lock()
 
     def shards_of(self, parameters: Sequence[Tensor], *known: Mapping[int, Shard]) -> BucketShards | None:
         """The shards of a bucket of these parameters, by ``id`` in any of ``known``; ``None`` if none is sharded."""
@@ -409,12 +412,13 @@ class Exchange:
         # The smallest that is large enough; or else a larger one replaces the largest, so there are never more than
         # were in use at once.
         found, taken = torch.empty(0, dtype=like.dtype, device=like.device), -1
-        for place, kept in enumerate(self._free):
-            is_better = found.numel() < kept.numel() if found.numel() < numel else numel <= kept.numel() < found.numel()
-            if kept.dtype == like.dtype and is_better:
-                found, taken = kept, place
-        if taken >= 0:
-            del self._free[taken]
+        with self._lock:
+            for place, kept in enumerate(self._free):
+                size, best = kept.numel(), found.numel()
+                if kept.dtype == like.dtype and (best < size if best < numel else numel <= size < best):
+                    found, taken = kept, place
+            if taken >= 0:
+                del self._free[taken]
         return found if found.numel() >= numel else torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _give(self, buffer: Tensor) -> None:
@@ -424,4 +428,5 @@ class Exchange:
 
     def trim(self) -> None:
         """Free the buffers that are not in use, before buckets of other sizes."""
-        self._free.clear()
+        with self._lock:
+            self._free.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,3 +222,27 @@ def _in_two_rows(rank: int, world_size: int) -> None:
 
 def test_what_other_ranks_send_takes_two_rows_however_large_a_bucket_is() -> None:
     run_ranks(_in_two_rows, 3)
+
+
+def test_workspace_is_shared_by_the_threads_of_backward_and_of_the_engine() -> None:
+    """New buckets are cut, which frees it, while those before them are under way."""
+    workspace, like, done = Exchange(), torch.empty(0), threading.Event()
+
+    def cut() -> None:
+        while not done.is_set():
+            workspace.trim()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other = threading.Thread(target=cut)
+    other.start()
+    try:
+        for _ in range(3000):
+            buffers = [workspace._take(numel, like) for numel in (8, 16, 32, 64)]
+            assert len({_address(buffer) for buffer in buffers}) == len(buffers)
+            for buffer in buffers:
+                workspace._give(buffer)
+    finally:
+        done.set()
+        other.join()
+        sys.setswitchinterval(interval)
