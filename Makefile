@@ -43,7 +43,7 @@ help:
 	@echo "make bench     step times beside PyTorch's own ways"
 	@echo "make gpu       all that needs a GPU, within eight minutes; a report in overlap-gpu (OUT=folder to put it elsewhere)"
 	@echo "               DEVICE=cpu is the dry run; PYTHON=python3 names the Python that has torch; it installs nothing"
-	@echo "make soak      faults at random moments for MINUTES=10, and exact resumes; SOAK=... for more: SOAK='--seed 1'"
+	@echo "make soak      faults at random moments for MINUTES=10, and exact resumes, after every chain once on 8 and 16 ranks; SOAK=... for more: SOAK='--seed 1'"
 	@echo "               STEPS=20000 adds so many steps of every form, in which nothing may grow"
 	@echo "make mutants   put more than 60 faults into copies of the package, one at a time: the tests must find them; MUTANTS='--jobs 4'"
 	@echo "make clean     remove what these made"
@@ -81,6 +81,7 @@ coverage: $(installed)
 	$(bin)/coverage report
 
 soak: $(installed)
+	for ranks in 8 16; do MANY_RANKS=$$ranks $(bin)/python -m pytest -q tests/test_many_ranks.py || exit 1; done
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak --minutes $(MINUTES) $(SOAK)
 	$(if $(STEPS),OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak.slopes --steps $(STEPS))
 
