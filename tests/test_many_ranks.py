@@ -78,7 +78,8 @@ def _mixed() -> Stage:
     return route({"0.*": AllReduce(), "*.bias": Cast(torch.bfloat16, AllReduce()), "*": PowerSGD(rank=2, wire=Int8())})
 
 
-# How far from plain DDP's weights, of the largest of them; `None`: it trains otherwise, and only equality of ranks counts.
+# How far from plain DDP's weights, of the largest of them; `None`: it trains otherwise, and only equality of ranks
+# counts.
 _CHAINS: dict[str, tuple[Method, float | None]] = {
     "AllReduce, Step": (_step(AllReduce), 0.0),
     "AllReduce, Step, deferred": (_step(AllReduce, deferred=True), 0.0),
