@@ -1,6 +1,8 @@
 # `make demo` and `make test` need python3.11 (or another: make PYTHON=python3.12) and this file, nothing else.
 PYTHON ?= python3.11
-VENV ?= .venv
+# Of PyTorch, another version than the pinned one (make test TORCH=2.14.1), or the newest: TORCH=newest.
+TORCH ?=
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 DEMO ?=
 BENCH ?=
 GPU ?=
@@ -21,7 +23,15 @@ endif
 installed := $(VENV)/.installed
 docs_installed := $(VENV)/.installed-docs
 pip := $(bin)/python -m pip --disable-pip-version-check
-install := $(pip) install -qq --no-compile --retries 10 --constraint constraints.txt
+# torchvision's minor version is torch's and fifteen: 0.28.0 belongs to 2.13.0.
+ifeq ($(TORCH),)
+constraints := constraints.txt
+else
+constraints := $(VENV)/constraints.txt
+pinned := $(if $(filter-out newest,$(TORCH)),$(shell echo $(TORCH) | sed -E \
+    's/^2\.([0-9]+)\.([0-9]+)$$/echo torch==2.\1.\2; echo torchvision==0.$$((\1 + 15)).\2/'),true)
+endif
+install := $(pip) install -qq --no-compile --retries 10 --constraint $(constraints)
 # pip compiles on one core, which is half of the time that an installation takes; this takes all cores. Not every file
 # can be compiled: torch brings one for a newer Python. The tests of other packages are not imported.
 compile = $(@D)/bin/python -m compileall -q -j 0 -x /tests/ $(@D)/lib >/dev/null || true
@@ -33,7 +43,7 @@ with_frameworks := .venv-integrations
 
 help:
 	@echo "make demo      train ResNet-18 twice on two ranks, plainly and overlapped, and compare"
-	@echo "make test      lint, types, import rules and all tests"
+	@echo "make test      lint, types, import rules and all tests; TORCH=2.14.1 or TORCH=newest: with another PyTorch"
 	@echo "make test-integrations  Lightning, Accelerate, the HF Trainer, Ignite and torchft with chains, beside the same without;"
 	@echo "               and the optimizers of other packages"
 	@echo "make coverage  all tests, and which lines they reach; takes twice as long"
@@ -93,7 +103,7 @@ fmt: $(installed)
 	$(bin)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(with_frameworks) .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache overlap-demo overlap-race overlap-gpu overlap-soak dist site
+	rm -rf $(VENV) .venv-torch-* $(with_frameworks) .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache overlap-demo overlap-race overlap-gpu overlap-soak dist site
 
 # Once, and again only when what is to be installed changes: nothing else here uses the network. torch comes first
 # and alone, so that pip takes the build that this machine offers, and torchvision without its wish for another.
@@ -101,6 +111,7 @@ $(installed): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: make PYTHON=... with Python 3.11 or newer"; exit 1; }
 	@echo "Installing into $(VENV); this takes a minute or two, once."
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),{ grep -Ev '^torch(vision)?==' constraints.txt; $(pinned); } > $(constraints))
 	$(install) torch
 	$(install) --no-deps torchvision
 	$(install) hatchling editables
