@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import operator
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from overlap import AllGather, AllReduce, Cast, GatherQuantized, Int4, Int8, Pow
 from overlap.hooks.engine.registration import registration_of
 
 _WARM_UP = 4
+_calls, _operators, _tensors = map(operator.attrgetter, ("calls", "operators", "tensors"))
 METHODS: dict[str, Recipe] = {
     "AllReduce": reduced(AllReduce),
     "Cast(bfloat16)": reduced(lambda: Cast(torch.bfloat16, AllReduce())),
@@ -41,7 +43,7 @@ METHODS: dict[str, Recipe] = {
     "GatherQuantized(512)": reduced(lambda: GatherQuantized(512)),
 }
 # Every rank has the gradients of all; more would take minutes.
-_GATHERS_ALL = ("AllGather", "GatherQuantized(512)")
+_MOST = {"AllGather": 512, "GatherQuantized(512)": 512}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,23 +107,15 @@ def times(method: str, ranks: int, buckets: int, *, steps: int = 5) -> Times:
     return Times(made_ms=1e3 * made_s, bucket_us=1e6 * statistics.median(in_buckets_s))
 
 
-def _row(method: str, ranks: int, buckets: int) -> list[str]:
-    few, many = counts(method, ranks, 4), counts(method, ranks, 8)
-    took = times(method, ranks, buckets)
-
-    def a_bucket(count: Callable[[Counts], int]) -> str:
-        return f"{(count(many) - count(few)) / 4:.0f}"
-
-    return [
-        method,
-        f"{ranks:,}",
-        a_bucket(lambda one: one.calls),
-        a_bucket(lambda one: one.operators),
-        a_bucket(lambda one: one.tensors),
-        str(many.tensors),
-        f"{took.bucket_us:.0f}",
-        f"{took.made_ms:.0f}",
-    ]
+def _row(method: str, ranks: Sequence[int], buckets: int) -> list[str]:
+    columns: list[list[str]] = []
+    for number in ranks:
+        few, many = counts(method, number, 4), counts(method, number, 8)
+        took = times(method, number, buckets)
+        a_bucket = [(of(many) - of(few)) / 4 for of in (_calls, _operators, _tensors)]
+        columns.append([f"{one:,.0f}" for one in (*a_bucket, took.bucket_us, took.made_ms)])
+    # A number that is the same for all is said once.
+    return [method, *(one[0] if len(set(one)) == 1 else " / ".join(one) for one in zip(*columns, strict=True))]
 
 
 def main() -> None:
@@ -132,9 +126,11 @@ def main() -> None:
     parser.add_argument("--into", type=Path, metavar="PAGE", help="replace the table of this page")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [["chain", "ranks", "calls", "operators", "tensors", "tensors of 8 buckets", "us", "made in, ms"]]
-    wanted = [(method, ranks) for method in METHODS if options.only in method for ranks in options.ranks]
-    rows += [_row(*one, options.buckets) for one in wanted if one[0] not in _GATHERS_ALL or one[1] <= 512]
+    rows = [["chain", "calls", "operators", "tensors kept", "us", "made in, ms"]]
+    for method in METHODS:
+        if options.only in method:
+            ranks = [one for one in options.ranks if one <= _MOST.get(method, one)]
+            rows.append(_row(method, ranks, options.buckets))
     print(in_columns(rows))
     if options.into is not None:
         write_between(options.into, "<!-- scale -->", "<!-- end of scale -->", in_markdown(rows))
