@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,6 +100,10 @@ class StreamGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks up
         return self._name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Nothing that PyTorch could ask more of: since 2.14 it asks subclasses, too, whether messages coalesce."""
+        return SimpleNamespace(name=lambda: "none", supports_coalescing=False)
 
     # A collective is a name, what it writes, what it reads, and the arguments of the backend's method.
 

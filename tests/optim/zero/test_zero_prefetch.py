@@ -148,7 +148,8 @@ def _compiled(rank: int, world_size: int) -> None:
     ours.module[2]._compiled_call_impl = None
     chain(stage).register(ours.ddp)
     ours.module.compile(backend="eager")
-    with pytest.raises(UnsupportedError, match="and the model is compiled"):
+    # Dynamo's own optimizer of DDP refuses such small buckets.
+    with torch._dynamo.config.patch(optimize_ddp=False), pytest.raises(UnsupportedError, match="the model is compiled"):
         ours.backward(0)
 
 
