@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["REMOVED", "check_imported_as", "lazy_names", "missing_name"]
-
-
 REMOVED = {
     "AddNoise": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
     "AdamW8bit": "use torchao's or bitsandbytes' AdamW8bit, in Step(optimizer, deferred=True) or after overlap.declare",

@@ -39,20 +39,6 @@ from overlap.hooks.wires import Int4, Int8
 from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 from overlap.timeline.recording import clock_for
 
-__all__ = [
-    "CHAINS",
-    "TRAIN_IMAGES",
-    "add_arguments",
-    "largest_difference",
-    "load_digits",
-    "load_torchvision",
-    "present",
-    "run",
-    "shard",
-    "start_runs",
-    "train_and_compare",
-]
-
 _RANKS = 2
 # On each rank.
 _BATCH_SIZE = 32

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 
 from overlap.errors import ConfigurationError
 
-__all__ = ["CHAINS", "Chain", "Job", "add_arguments", "run", "step_ms"]
-
 _GRADIENT_BYTES = 4  # fp32, as DDP sends them.
 
 
