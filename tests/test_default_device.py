@@ -1,7 +1,5 @@
 """``torch.set_default_device``: whatever it is, the library's own tensors and generators are where gradients are."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path

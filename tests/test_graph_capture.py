@@ -1,7 +1,5 @@
 """While a CUDA graph is being captured, what acts on the host in each step is refused; afterwards loops go on."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

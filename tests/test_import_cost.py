@@ -1,7 +1,5 @@
 """Importing the library costs next to nothing beside PyTorch, and its lazy names are as good as others."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pickle

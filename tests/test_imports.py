@@ -1,7 +1,5 @@
 """The package has no import cycles, imports inside functions included; annotations may name a later type."""
 
-from __future__ import annotations
-
 import grimp
 import networkx
 

@@ -1,7 +1,5 @@
 """Each private name of PyTorch that the library uses is in one table; a PyTorch without one is refused at import."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

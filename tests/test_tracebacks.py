@@ -1,7 +1,5 @@
 """An error of the library's shows the loop's line and the remedy, and none of the library's own frames beyond one."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace

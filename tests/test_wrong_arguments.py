@@ -1,7 +1,5 @@
 """Every entry point given the thing that is beside the right one: an error says what to give, or it is taken."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Wrapped modules have the gradients and random numbers of plain ones, also in DDP and under torch.compile."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

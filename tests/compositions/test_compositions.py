@@ -1,7 +1,5 @@
 """Every sentence in every situation: what is exact stays exact, ranks stay equal, and a run resumes bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

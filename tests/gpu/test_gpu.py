@@ -1,7 +1,5 @@
 """Some of the checks on the CPU, so that they are known to run; that they can fail; and what becomes of a failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

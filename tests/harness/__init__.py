@@ -1,7 +1,5 @@
 """Test harness: one helper starts ranks as processes, one asserts parity."""
 
-from __future__ import annotations
-
 from ._rank import UNKNOWN_BACKEND
 from .parity import assert_parity
 from .ranks import RankDied, RankFailed, RankHung, WorldError, run_ranks, start_server

@@ -1,7 +1,5 @@
 """Functions and hooks as stages, and stages as hooks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """The bytes that a machine sends to the others, of 4 machines with 8 ranks each: one of 32 ranks on PyTorch's "fake"
 backend, which sends nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a chain takes and refuses, and what it remembers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The mean of the gradients by each exact reducer, against plain DDP; ``test_torch_names.py`` has casts."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

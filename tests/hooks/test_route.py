@@ -1,7 +1,5 @@
 """A reducer for each parameter: against plain DDP, against one reducer for all, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What is handed to NCCL begins where NCCL copies fastest, and where nothing is gained nothing is padded."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The hooks of PyTorch's names, against PyTorch's own."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Accelerate with a chain, beside Accelerate without."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from functools import partial

@@ -1,7 +1,5 @@
 """Lightning with a chain, beside Lightning without."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

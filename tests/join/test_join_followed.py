@@ -1,7 +1,5 @@
 """What a loop does around backward is done on a rank without inputs as well, or is refused there."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from contextlib import nullcontext

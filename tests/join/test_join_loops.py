@@ -1,7 +1,5 @@
 """What a loop may do inside of Join: two forwards, evaluate, leave parameters unused; and one Join after another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What cannot work under Join is refused, with the value and the remedy, and leaves the model as it was."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

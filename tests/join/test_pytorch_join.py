@@ -1,7 +1,5 @@
 """The behaviour that PyTorch documents and tests of its ``Join``, of both Joins; and our joinables in PyTorch's."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Each edit is refused at the line that makes it; reads give plain DDP's values; a
 matrix runs in one world of ranks and names the cell that fails.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Clipping by the library is `clip_grad_norm_(ddp.parameters(), c)` bit for bit, whatever the optimizer's groups."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Options of DistributedDataParallel since torch 2.13: every form trains as plain DDP does with the same option."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An optimizer is known or declared, and its parts agree on what they write to its groups."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """`hook_then_optimizer` as PyTorch has it: the optimizer is plain or functional, and nobody calls `step()`."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small models: stages on autograd's thread, without a worker."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 from unittest import mock

@@ -1,8 +1,6 @@
 """Optimizers of torch.optim whose fused kernels are called directly equal their own step() bit for bit, whatever the
 loop does to groups and state between steps: without DDP, and a few with it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`OverlappedOptimizer` as an optimizer: its copies, its state, what it can wrap, and a part of it in backward."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

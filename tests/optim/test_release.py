@@ -4,8 +4,6 @@ A matrix runs in one world of ranks and names the cell that fails. Random loops 
 corpus of loops.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import time

@@ -4,8 +4,6 @@ Each row is a loop that is refused, and what the message names for it: another f
 The remedy is run in the same situation, and must give plain DDP's parameters bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """An error of the model's own in backward, on one rank or on all: every rank raises at once, and the model can be used
 again."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`GradScaler` with a deferred update: what it skips, unscales and clips is as with plain DDP."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

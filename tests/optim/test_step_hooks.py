@@ -1,7 +1,5 @@
 """Step hooks of all optimizers beside plain DDP; those of one are in the corpus of loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

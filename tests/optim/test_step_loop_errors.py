@@ -1,7 +1,5 @@
 """Calls in an order that loses or repeats an update are errors, and the loop can go on after them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

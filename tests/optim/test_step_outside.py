@@ -1,7 +1,5 @@
 """Gradients of another loss, and those that a loop without zero_grad() leaves outside of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

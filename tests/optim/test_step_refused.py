@@ -1,7 +1,5 @@
 """A loop that is refused on one rank: the others learn of it where they wait for that rank, and all can go on."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Which model an optimizer is registered with: none, one that is gone, another DDP of the same module."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

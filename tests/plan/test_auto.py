@@ -3,8 +3,6 @@
 Each world of ranks runs many cases, one after another; a failed one is reported by its name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

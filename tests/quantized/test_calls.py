@@ -1,7 +1,5 @@
 """Calls of quantized collectives: tensors of every shape, arguments that do not fit, ranks that call other things."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantized collectives beside the plain ones: results and bytes."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

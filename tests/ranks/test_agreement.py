@@ -1,7 +1,5 @@
 """A mistake on one rank, where all are about to issue collectives, is an error on all at once."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import time

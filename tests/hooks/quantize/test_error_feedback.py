@@ -1,7 +1,5 @@
 """What quantization leaves out comes back in later steps, and nothing else does."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

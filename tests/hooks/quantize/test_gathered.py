@@ -1,7 +1,5 @@
 """Gradients gathered in 8 bits, against the arithmetic of PyTorch's quantization hooks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """On two machines of two ranks each, gradients are summed within a machine and encoded between machines."""
 
-from __future__ import annotations
-
 import socket
 
 import torch

@@ -1,7 +1,5 @@
 """Quantized gradients among ranks: values that are not finite, and bytes. ../wires/test_sum.py has the results."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Local SGD's averages beside plain loops that average by hand: when, of what, by which optimizer and how late."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Local SGD on uneven inputs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
