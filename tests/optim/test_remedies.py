@@ -15,7 +15,7 @@ from step_loops import ADAMW, SGD, registered, settle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness import run_ranks, wrap
+from harness import on_ranks, run_ranks, wrap
 from harness.models import MLP
 from overlap import OverlapError, TrainingLoopError, ZeroRedundancyOptimizer, allreduce_hook, hook_with_zero_step
 
@@ -332,7 +332,10 @@ def _checkpointed(form: str, rank: int, *, tied: bool = True, use_reentrant: boo
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-def _reentrant(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_comes_after_a_reentrant_checkpoint_is_refused_and_both_remedies_are_exact(
+    rank: int, world_size: int
+) -> None:
     remedies: list[dict[str, Any]] = [{"use_reentrant": False}, {"static_graph": True}, {"tied": False}]
     for form in ("interleaved", "automatic", "deferred", "zero", "zero deferred", ZERO_WHOLE):
         with pytest.raises(
@@ -342,7 +345,3 @@ def _reentrant(rank: int, world_size: int) -> None:
         for remedy in remedies:
             expected, got = _checkpointed("plain", rank, **remedy), _checkpointed(form, rank, **remedy)
             assert all(map(torch.equal, expected, got)), (form, remedy)
-
-
-def test_a_gradient_that_comes_after_a_reentrant_checkpoint_is_refused_and_both_remedies_are_exact() -> None:
-    run_ranks(_reentrant, 2)
