@@ -8,11 +8,9 @@
 chain(AllReduce())
 """
 
-from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
-from overlap._lazy import missing_name as _missing_name
+from overlap._lazy import lazy_names as _lazy_names
 
 if _TYPE_CHECKING:
     from overlap.activations import *
@@ -25,6 +23,20 @@ if _TYPE_CHECKING:
     from overlap.quantized import *
     from overlap.resume import *
     from overlap.timeline import *
+else:
+    _PARTS = (
+        "errors",
+        "join",
+        "hooks",
+        "optim",
+        "timeline",
+        "compose",
+        "resume",
+        "quantized",
+        "activations",
+        "plan",
+    )
+    __getattr__, __dir__ = _lazy_names(__name__, _PARTS)
 
 __all__ = [
     "AllGather",
@@ -69,32 +81,3 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-# In the order in which they import each other: a name of an early one is found without importing the later ones.
-_PACKAGES = (
-    "errors",
-    "join",
-    "hooks",
-    "optim",
-    "timeline",
-    "compose",
-    "resume",
-    "quantized",
-    "activations",
-    "plan",
-)
-
-
-def __getattr__(name: str) -> _Any:
-    if name in _PACKAGES:
-        return _import_module(f"{__name__}.{name}")
-    for package in () if name.startswith("_") else _PACKAGES:
-        module = _import_module(f"{__name__}.{package}")
-        if name in module.__all__:
-            value = globals()[name] = getattr(module, name)
-            return value
-    raise _missing_name(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))])

@@ -19,23 +19,6 @@ from overlap._torch.ddp import uncompiled
 from overlap._torch.device import has_stream_api, is_capturing
 from overlap.errors import ConfigurationError, UnsupportedError
 
-__all__ = [
-    "as_list",
-    "as_number",
-    "check_ddp",
-    "check_device",
-    "check_flag",
-    "check_group",
-    "check_number",
-    "check_whole_number",
-    "described",
-    "digest",
-    "is_one_of",
-    "refuse_capture",
-    "require_extra",
-    "told",
-]
-
 _LONGEST_TOLD = 200
 
 

@@ -8,12 +8,9 @@ one of them is used; everything else is as with names that were imported at once
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
-
-__all__ = ["REMOVED", "check_imported_as", "lazy_names", "missing_name"]
-
 
 REMOVED = {
     "AddNoise": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
@@ -57,28 +54,28 @@ def check_imported_as(module: str, package: str) -> None:
         raise ImportError(f"import {package}, not {module}: {module} is a link to the folder of {package}", name=module)
 
 
-def lazy_names(
-    package: str, parts: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+def lazy_names(package: str, parts: Sequence[str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package that finds names in its parts when they are first used.
 
     Args:
         package: its name.
-        parts: for each module in it, by its name there, the names that the package has from it. The modules themselves
-            are attributes of the package, too.
+        parts: modules in it, whose public names it has, too, in the order in which they import each other: a name of an
+            early one is found without importing the later ones. They are attributes of the package themselves.
     """
-    home = {name: part for part, names in parts.items() for name in names}
 
     def get(name: str) -> Any:
         if name in parts:
             return import_module(f"{package}.{name}")
-        if name not in home:
-            raise missing_name(package, name)
-        value = getattr(import_module(f"{package}.{home[name]}"), name)
-        setattr(sys.modules[package], name, value)
-        return value
+        for part in () if name.startswith("_") else parts:
+            module = import_module(f"{package}.{part}")
+            if name in module.__all__:
+                value = getattr(module, name)
+                setattr(sys.modules[package], name, value)
+                return value
+        raise missing_name(package, name)
 
     def names() -> list[str]:
-        return sorted({*home, *parts, *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
+        own = vars(sys.modules[package])
+        return sorted({*own["__all__"], *parts, *(name for name in own if name.startswith("__"))})
 
     return get, names

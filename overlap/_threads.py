@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["start"]
-
 _FINISHING_S = 60.0
 # After an exception other ranks may never come, and should soon see this one end.
 _FINISHING_AFTER_EXCEPTION_S = 5.0

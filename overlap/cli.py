@@ -17,8 +17,6 @@ from typing import Any
 from overlap import __version__
 from overlap.errors import ConfigurationError
 
-__all__ = ["main"]
-
 # name -> (module, what it does): a new command is one line here.
 COMMANDS = {
     "demo": ("overlap.demo", "trains ResNet-18 on digits, plainly and overlapped, and compares the two"),

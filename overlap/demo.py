@@ -39,20 +39,6 @@ from overlap.hooks.wires import Int4, Int8
 from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 from overlap.timeline.recording import clock_for
 
-__all__ = [
-    "CHAINS",
-    "TRAIN_IMAGES",
-    "add_arguments",
-    "largest_difference",
-    "load_digits",
-    "load_torchvision",
-    "present",
-    "run",
-    "shard",
-    "start_runs",
-    "train_and_compare",
-]
-
 _RANKS = 2
 # On each rank.
 _BATCH_SIZE = 32
@@ -381,15 +367,9 @@ def _compare(first: Run, second: Run) -> dict[str, float]:
 
 
 def _optimizer_state(run: Run) -> dict[str, Any]:
-    optimizer = run.optimizer
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        state = optimizer.state_dict()["state"]
-    else:
-        # As the plain optimizer has it, on every rank in turn.
-        for rank in range(optimizer.world_size):
-            optimizer.consolidate_state_dict(to=rank)
-            if rank == optimizer.rank:
-                state = optimizer.state_dict()["state"]
+    if isinstance(run.optimizer, ZeroRedundancyOptimizer):
+        run.optimizer.consolidate_state_dict(to=None)  # As the plain optimizer has it, on every rank.
+    state = run.optimizer.state_dict()["state"]
     return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
 
 

@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
 
-__all__ = ["add_arguments", "compare_with_plain", "run"]
-
 _DISTRIBUTION = "ddp-overlap"
 _LEAST_TORCH = (2, 11)
 _PACKAGES = (

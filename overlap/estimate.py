@@ -19,36 +19,37 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from overlap.errors import ConfigurationError
-
-__all__ = ["CHAINS", "Chain", "Job", "add_arguments", "run", "step_ms"]
 
 _GRADIENT_BYTES = 4  # fp32, as DDP sends them.
 
 
+def _given(default: float | None, words: str) -> Any:
+    """A field of a job, which is an option of the command."""
+    return field(default=default, metadata={"help": words})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and on what. See [Note: the estimate]."""
+    """What is trained, and on what: by default on four machines of eight H100. See [Note: the estimate]."""
 
-    parameters: float
-    link_gbit: float
-    """Of a machine, in each direction, in Gbit/s."""
-    machines: int
-    ranks_a_machine: int = 8
-    tokens: int = 8192
-    """Of a rank and microbatch."""
-    microbatches: int = 1
-    """For each synchronization."""
-    compute_ms: float | None = None
-    """Measured forward and backward of a microbatch, in place of ``tokens`` and ``tflops``."""
-    tflops: float = 400.0
-    """Of a rank, as reached: 40 % of an H100 in bf16."""
-    memory_gb: float = 3000.0
-    """Of a rank, in GB/s, as reached."""
-    update_bytes: float = 28.0
-    """Read and written by the optimizer for each parameter: fp32 AdamW 28, SGD 12."""
+    parameters: float = _given(1.3e9, "of the model")
+    link_gbit: float = _given(
+        100.0, "in Gbit/s and each direction, of a machine; without machines, of a rank, with --ranks-a-machine 1"
+    )
+    machines: int = _given(4, "that share a link each")
+    ranks_a_machine: int = _given(8, "ranks of a machine")
+    tokens: int = _given(8192, "of a rank and microbatch")
+    microbatches: int = _given(1, "for each synchronization")
+    compute_ms: float | None = _given(
+        None, "measured forward and backward of a microbatch, in place of tokens and tflops"
+    )
+    tflops: float = _given(400.0, "of a rank, as reached: 40 %% of an H100 in bf16")
+    memory_gb: float = _given(3000.0, "of a rank's memory, in GB/s, as reached")
+    update_bytes: float = _given(28.0, "read and written by the optimizer for each parameter: fp32 AdamW 28, SGD 12")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,22 +109,11 @@ def step_ms(job: Job, chain: Chain) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of a job; the defaults are four machines of eight H100 on 100 Gbit/s."""
-    for name, default, text in (
-        ("--parameters", 1.3e9, "of the model"),
-        ("--link-gbit", 100.0, "of a machine; without machines, of a rank, with --ranks-a-machine 1"),
-        ("--machines", 4, "that share a link each"),
-        ("--ranks-a-machine", 8, "ranks of a machine"),
-        ("--tokens", 8192, "of a rank and microbatch"),
-        ("--microbatches", 1, "for each synchronization"),
-        ("--tflops", 400.0, "of a rank, as reached"),
-        ("--memory-gb", 3000.0, "of a rank's memory, in GB/s"),
-        ("--update-bytes", 28.0, "of memory for each parameter: AdamW 28, SGD 12"),
-    ):
-        parser.add_argument(name, type=type(default), default=default, help=text)
-    parser.add_argument(
-        "--compute-ms", type=float, default=argparse.SUPPRESS, help="measured forward and backward, in place of tokens"
-    )
+    """The fields of a job."""
+    for one in fields(Job):
+        kind, default = (float, argparse.SUPPRESS) if one.default is None else (type(one.default), one.default)
+        name = f"--{one.name.replace('_', '-')}"
+        parser.add_argument(name, type=kind, default=default, help=one.metadata["help"])
     parser.add_argument(
         "--grid", action="store_true", default=argparse.SUPPRESS, help="the table of the documentation, in Markdown"
     )
@@ -132,13 +122,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints a row for each chain."""
-    fields = {name: value for name, value in vars(options).items() if name != "grid"}
-    if bad := [name for name, value in fields.items() if value <= 0]:
+    given = {name: value for name, value in vars(options).items() if name != "grid"}
+    if bad := [name for name, value in given.items() if value <= 0]:
         raise ConfigurationError(f"--{bad[0].replace('_', '-')} must be more than 0")
     if "grid" in options:
         print("\n".join(grid()))
         return 0
-    job = Job(**fields)
+    job = Job(**given)
     plain = step_ms(job, CHAINS[0])
     print(f"{'chain':48}{'ms a step':>10}{'as fast':>9}")
     for chain in CHAINS:
@@ -167,9 +157,7 @@ def grid() -> Iterator[str]:
     yield f"| --- | ---: |{' ---: |' * len(chains)}"
     for link, (gbit, machines, ranks) in _LINKS.items():
         for microbatches in _MICROBATCHES:
-            job = Job(
-                parameters=1.3e9, link_gbit=gbit, machines=machines, ranks_a_machine=ranks, microbatches=microbatches
-            )
+            job = Job(link_gbit=gbit, machines=machines, ranks_a_machine=ranks, microbatches=microbatches)
             plain = step_ms(job, CHAINS[0])
             cells = [f"{plain / step_ms(job, chain):.1f}" for chain in chains]
             yield f"| {link} | {job.tokens * microbatches:,} | {' | '.join(cells)} |"

@@ -1,7 +1,5 @@
 """Functions of a bucket that tests put into chains, as docs/transforms.md has them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from overlap import Bucket

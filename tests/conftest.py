@@ -1,7 +1,5 @@
 """A fork server for the ranks of a test session."""
 
-from __future__ import annotations
-
 import os
 import sys
 

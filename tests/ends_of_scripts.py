@@ -4,8 +4,6 @@
 process, which has imported everything, and ends as any interpreter does, by falling off the end of the script.
 """
 
-from __future__ import annotations
-
 import collections
 import os
 import signal

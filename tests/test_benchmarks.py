@@ -1,7 +1,5 @@
 """The tools of `benchmarks/`, small: each runs, and saves what it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The command line: quick help, and an error for what it cannot work with."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import tomllib

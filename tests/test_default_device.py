@@ -1,7 +1,5 @@
 """``torch.set_default_device``: whatever it is, the library's own tensors and generators are where gradients are."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks
 from overlap import (
     AllReduce,
     Int4,
@@ -103,18 +101,18 @@ def _train(make: Callable[[Any], Any], default: str, rank: int) -> list[torch.Te
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-def _under_another_default(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=150)
+def test_every_form_trains_alike_under_another_default_device(rank: int, world_size: int) -> None:
     # A default device belongs to a thread: small models have their stages run by the training thread.
     with mock.patch.object(executors, "SMALL_BYTES", 2**20):
         for name, make in FORMS.items():
             assert_parity(_train(make, "meta", rank), _train(make, "cpu", rank), what=name)
 
 
-def test_every_form_trains_alike_under_another_default_device() -> None:
-    run_ranks(_under_another_default, 2, timeout_s=150)
-
-
-def _of_meta(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_model_without_values_is_refused_by_its_parameters_names_and_devices_are_checked(
+    rank: int, world_size: int
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.to("meta")
     ddp = DistributedDataParallel(model, init_sync=False)
@@ -128,10 +126,6 @@ def _of_meta(rank: int, world_size: int) -> None:
         pytest.raises(UnsupportedError, match="asked"),
     ):
         chain(AllReduce()).register(DistributedDataParallel(nn.Linear(4, 4)))
-
-
-def test_a_model_without_values_is_refused_by_its_parameters_names_and_devices_are_checked() -> None:
-    run_ranks(_of_meta, 1)
 
 
 class _Group:

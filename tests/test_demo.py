@@ -1,7 +1,5 @@
 """`overlap demo`: every option trains what it says, the whole command saves what it found, and the verdict is right."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The site names every page and every public name, and what its guides show works as it stands."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Examples in docstrings run as they stand, and what is public says what it does."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """`overlap doctor`: what it prints, and when it says that something is not compatible."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """A script that is done ends with status 0, and one that has failed with its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a new user copies works as it stands."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """While a CUDA graph is being captured, what acts on the host in each step is refused; afterwards loops go on."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -122,14 +120,11 @@ def _others(rank: int) -> None:
     dist.barrier()
 
 
-def _each(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_capture_is_refused_and_loops_go_on_behind_it(rank: int, world_size: int) -> None:
     for make in LOOPS:
         _goes_on(rank, make)
     _others(rank)
-
-
-def test_a_capture_is_refused_and_loops_go_on_behind_it() -> None:
-    run_ranks(_each, 2)
 
 
 def test_a_device_that_is_not_in_use_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,11 @@
-"""The package has no import cycles, imports inside functions included; annotations may name a later type."""
-
-from __future__ import annotations
+"""The package has no import cycles, imports inside functions and those for type checkers alone included."""
 
 import grimp
 import networkx
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    graph = grimp.build_graph("overlap", exclude_type_checking_imports=True, cache_dir=None)
+    graph = grimp.build_graph("overlap", cache_dir=None)
     imports = networkx.DiGraph(
         (importer, imported)
         for importer in graph.modules

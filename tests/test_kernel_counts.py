@@ -3,8 +3,6 @@
 As the code for accelerators issues them, with streams that do nothing and a fake process group; views are left out.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.host_cost import METHODS, PLAIN, operators

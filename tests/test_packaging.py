@@ -1,7 +1,5 @@
 """What is installed: `overlap` alone, which gets along with whatever a training script has beside it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

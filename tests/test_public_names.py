@@ -1,7 +1,5 @@
 """What may be imported from where; docs/api pins the names, and a change there belongs into the changelog."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -3,8 +3,6 @@
 As the code for accelerators runs on streams that do nothing, with a fake process group; exact counts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

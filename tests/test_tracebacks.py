@@ -1,7 +1,5 @@
 """An error of the library's shows the loop's line and the remedy, and none of the library's own frames beyond one."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_ranks
+from harness import on_ranks
 from overlap import (
     AllReduce,
     ConfigurationError,
@@ -98,11 +96,10 @@ def _in_stage() -> list[tuple[str, bool, bool]]:
     return found
 
 
-def _each(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_wrong_loop_shows_its_own_frames_a_stage_those_of_the_user_and_a_foreign_error_all(
+    rank: int, world_size: int
+) -> None:
     _wrong_loops()
     expected = [("ConfigurationError", True, False), ("IndexError", True, True)]
     assert _in_stage() == expected
-
-
-def test_a_wrong_loop_shows_its_own_frames_a_stage_those_of_the_user_and_a_foreign_error_all() -> None:
-    run_ranks(_each, 2)

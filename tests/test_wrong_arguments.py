@@ -1,7 +1,5 @@
 """Every entry point given the thing that is beside the right one: an error says what to give, or it is taken."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -19,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks
 from harness.third_party import Lookahead
 from overlap import (
     AllReduce,
@@ -244,13 +242,10 @@ def _stage_given_to_ddp(rank: int, world_size: int) -> None:
     register(ddp, AllReduce()).remove()  # Nothing was registered.
 
 
-def _each(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_beside_the_right_argument_is_refused_with_the_call_that_was_meant(rank: int, world_size: int) -> None:
     for case in (_refused, _of_pytorchs_kind, _stage_given_to_ddp):
         case(rank, world_size)
-
-
-def test_what_is_beside_the_right_argument_is_refused_with_the_call_that_was_meant() -> None:
-    run_ranks(_each, 2)
 
 
 def test_what_pytorch_takes_is_taken() -> None:
@@ -290,7 +285,9 @@ def _train(how: str, form: str) -> list[torch.Tensor]:
     return [*(p.detach().clone() for p in model.parameters()), *model.buffers()]
 
 
-def _compiled(rank: int, world_size: int) -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, timeout_s=150, group_timeout_s=100)
+def test_a_compiled_ddp_model_is_taken_wherever_the_model_is(rank: int, world_size: int) -> None:
     for form in ("Step", "LocalSGD"):
         reference = _train("as it is", form)
         for how in ("compiled", "compiled in place"):
@@ -298,8 +295,3 @@ def _compiled(rank: int, world_size: int) -> None:
             with warnings.catch_warnings(action="ignore", category=UserWarning):
                 got = _train(how, form)
             assert_parity(got, reference, what=f"{form}, {how}", rtol=1e-5, atol=1e-6, reason="compiled kernels")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_ddp_model_is_taken_wherever_the_model_is() -> None:
-    run_ranks(_compiled, 2, timeout_s=150, group_timeout_s=100)

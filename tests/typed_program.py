@@ -1,7 +1,5 @@
 """What type checkers see of a program that uses the library, for `make check`: an error that is missing is one, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import assert_type
 

@@ -41,7 +41,7 @@ class Docstrings(Extension):
         """Names that ``overlap`` finds in its packages when they are used: griffe does not run ``__getattr__``."""
         if pkg.path != "overlap":
             return
-        for part in import_module("overlap")._PACKAGES:
+        for part in import_module("overlap")._PARTS:
             for name in import_module(f"overlap.{part}").__all__:
                 target = f"overlap.{part}.{name}"
                 if target in sys.modules:  # A module of the same name, which griffe would take for it.

@@ -24,13 +24,6 @@ from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.machines import group_of_machine
 
-__all__ = [
-    "PostLocal",
-    "PostLocalSGDState",
-    "check_subgroup",
-    "post_localSGD_hook",
-]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -20,18 +20,6 @@ from overlap.hooks.quantize import GatherQuantized
 from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction, OnGroup
 from overlap.hooks.stage import Stage
 
-__all__ = [
-    "allgather_then_aggregate_hook",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "noop_hook",
-    "quantization_perchannel_hook",
-    "quantization_pertensor_hook",
-]
-
 
 def _example(name: str) -> str:
     return f"""

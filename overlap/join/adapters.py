@@ -31,8 +31,6 @@ from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.ranks.board import Board
 
-__all__ = ["Adapter", "Call", "DDPAdapter", "Hyperparameters", "Port", "ReplayedGradients", "adapter_of", "schedule_of"]
-
 # How long to wait for a bucket before polling whether another rank has failed.
 _POLL_INTERVAL_S = 1.0
 _LOCKSTEP = (

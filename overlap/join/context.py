@@ -60,16 +60,6 @@ from overlap.errors import CollectiveError, ConfigurationError, OverlapError, Pe
 from overlap.join.adapters import Adapter, Call, DDPAdapter, Hyperparameters, ReplayedGradients, adapter_of, schedule_of
 from overlap.ranks.board import Agreement, Board, as_collective_error
 
-__all__ = [
-    "Join",
-    "JoinHook",
-    "Joinable",
-    "active_join",
-    "gradient_divisor",
-    "refuse_before_model",
-    "refuse_once_joined",
-]
-
 _Batch = TypeVar("_Batch")
 OnExhausted = Literal["shadow", "stop"]
 

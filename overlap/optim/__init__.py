@@ -3,72 +3,29 @@
 from typing import TYPE_CHECKING
 
 from overlap._lazy import check_imported_as, lazy_names
+from overlap.optim.declared import declare
+from overlap.optim.optimizer import OverlappedOptimizer
+from overlap.optim.step import Step
+from overlap.optim.torch_names import (
+    FunctionalAdadelta,
+    FunctionalAdagrad,
+    FunctionalAdam,
+    FunctionalAdamax,
+    FunctionalAdamW,
+    FunctionalOptimizer,
+    FunctionalRMSprop,
+    FunctionalRprop,
+    FunctionalSGD,
+)
 
 check_imported_as(__name__, "overlap.optim")
 
 if TYPE_CHECKING:
-    from overlap.optim.declared import declare
-    from overlap.optim.local_sgd import (
-        HierarchicalModelAverager,
-        LocalSGD,
-        ModelAverager,
-        PeriodicModelAverager,
-        PostLocalSGDOptimizer,
-        average_parameters,
-    )
-    from overlap.optim.optimizer import OverlappedOptimizer
-    from overlap.optim.step import Step
-    from overlap.optim.torch_names import (
-        FunctionalAdadelta,
-        FunctionalAdagrad,
-        FunctionalAdam,
-        FunctionalAdamax,
-        FunctionalAdamW,
-        FunctionalOptimizer,
-        FunctionalRMSprop,
-        FunctionalRprop,
-        FunctionalSGD,
-    )
-    from overlap.optim.zero import (
-        ReduceScatter,
-        ZeroRedundancyOptimizer,
-        ZeroStep,
-        hook_with_zero_step,
-        hook_with_zero_step_interleaved,
-    )
+    from overlap.optim.local_sgd import *
+    from overlap.optim.zero import *
 else:
-    # Where each name is from; see overlap._lazy.
-    _PARTS = {
-        "declared": ("declare",),
-        "local_sgd": (
-            "HierarchicalModelAverager",
-            "LocalSGD",
-            "ModelAverager",
-            "PeriodicModelAverager",
-            "PostLocalSGDOptimizer",
-            "average_parameters",
-        ),
-        "optimizer": ("OverlappedOptimizer",),
-        "step": ("Step",),
-        "torch_names": (
-            "FunctionalAdadelta",
-            "FunctionalAdagrad",
-            "FunctionalAdam",
-            "FunctionalAdamax",
-            "FunctionalAdamW",
-            "FunctionalOptimizer",
-            "FunctionalRMSprop",
-            "FunctionalRprop",
-            "FunctionalSGD",
-        ),
-        "zero": (
-            "ReduceScatter",
-            "ZeroRedundancyOptimizer",
-            "ZeroStep",
-            "hook_with_zero_step",
-            "hook_with_zero_step_interleaved",
-        ),
-    }
+    # They import PyTorch's classes of these names, which takes a second.
+    _PARTS = ("zero", "local_sgd")
     __getattr__, __dir__ = lazy_names(__name__, _PARTS)
 
 __all__ = [

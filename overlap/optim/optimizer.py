@@ -26,7 +26,7 @@ from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
 from overlap.optim.lifecycle import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase, refusals_told
 from overlap.optim.stepper import StepGuard, SubsetStepper, Verdict, check_optimizer, grads_replaced, step_whole
-from overlap.optim.update import Update, check_unscaled
+from overlap.optim.update import Update, UpdatedOptimizer, check_unscaled
 
 __all__ = ["LoopOptimizer", "OptimizerProxy", "OverlappedOptimizer", "evaluated"]
 
@@ -37,7 +37,7 @@ def evaluated(closure: Callable[[], Any]) -> Any:
         return closure()
 
 
-class LoopOptimizer(Optimizer, Joinable):
+class LoopOptimizer(UpdatedOptimizer, Joinable):
     """Base of :class:`OverlappedOptimizer` and :class:`ZeroRedundancyOptimizer`. See [Note: the loop's step]."""
 
     # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
@@ -45,19 +45,6 @@ class LoopOptimizer(Optimizer, Joinable):
 
     updates: list[Update[Any]]
     """The registered stages that update with this optimizer, each for a model of its own."""
-    blocks: list[None]
-    """An entry for each block of :meth:`skip_update` that the loop is in. Never replaced, as ``updates``: Lightning's
-    wrapper of an optimizer has copies of its attributes."""
-
-    @property
-    @abstractmethod
-    def stepped(self) -> Optimizer:
-        """The optimizer whose kernels make the update."""
-
-    @property
-    @abstractmethod
-    def version(self) -> object:
-        """Another object whenever the optimizer has other parameters."""
 
     @abstractmethod
     def _check_call(self, arguments: Mapping[str, Any]) -> None:

@@ -56,8 +56,6 @@ from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
 from overlap.optim.gradients import PassGradients
 
-__all__ = ["GradientRelease", "check_releasable"]
-
 # Of a storage, beside DDP's views: DDP's tensor of the whole bucket, and this module's reference to the storage.
 _OWN_USES = 2
 # So many buckets that are done are not waited for on streams.

@@ -13,18 +13,6 @@ from overlap._checks import as_list, described
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.optim.stepper import SubsetStepper
 
-__all__ = [
-    "FunctionalAdadelta",
-    "FunctionalAdagrad",
-    "FunctionalAdam",
-    "FunctionalAdamW",
-    "FunctionalAdamax",
-    "FunctionalOptimizer",
-    "FunctionalRMSprop",
-    "FunctionalRprop",
-    "FunctionalSGD",
-]
-
 
 class FunctionalOptimizer:
     """Base of the functional optimizers.

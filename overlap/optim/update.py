@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,6 @@ from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
 from overlap.optim.release import GradientRelease, check_releasable
 from overlap.optim.stepper import Verdict, skips_by_itself
-
-if TYPE_CHECKING:
-    from overlap.optim.optimizer import LoopOptimizer
 
 __all__ = ["BucketLayout", "Update", "check_unscaled", "without_adding_up"]
 
@@ -68,6 +65,28 @@ _PARTIAL = (
 )
 
 
+class UpdatedOptimizer(Optimizer):
+    """The optimizer that the loop holds, as far as an update knows it; see :mod:`overlap.optim.optimizer`."""
+
+    blocks: list[None]
+    """An entry for each block of :meth:`skip_update` that the loop is in. Never replaced, as ``updates``: Lightning's
+    wrapper of an optimizer has copies of its attributes."""
+
+    @property
+    @abstractmethod
+    def stepped(self) -> Optimizer:
+        """The optimizer whose kernels make the update."""
+
+    @property
+    @abstractmethod
+    def version(self) -> object:
+        """Another object whenever the optimizer has other parameters."""
+
+    @abstractmethod
+    def skip_update(self) -> AbstractContextManager[None]:
+        """Around backwards of a loss that is not this optimizer's."""
+
+
 class Update(UpdateStage, Generic[L]):
     """Updates a model's parameters, in backward or in ``step()``. See [Note: an update], [Note: the update lifecycle].
 
@@ -83,7 +102,7 @@ class Update(UpdateStage, Generic[L]):
 
     def __init__(
         self,
-        optimizer: LoopOptimizer,
+        optimizer: UpdatedOptimizer,
         form: Form,
         *,
         deferred: bool | None,

@@ -17,8 +17,6 @@ from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, Ze
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.zero.optimizer import check_convertible
 
-__all__ = ["METHODS", "PLAIN", "Method", "allowed", "build", "obstacle"]
-
 _ALLOW = ("exact", "16-bit", "8-bit", "low-rank", "sharded")
 _RANK = 4
 

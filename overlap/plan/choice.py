@@ -29,8 +29,6 @@ from overlap.plan.candidates import METHODS, PLAIN, allowed, build, obstacle
 from overlap.plan.race import Like, Race, device_of, generators_restored
 from overlap.ranks.board import Agreement
 
-__all__ = ["Plan", "Row", "auto", "decide", "is_surely_faster", "quartiles"]
-
 # By how much a candidate must be faster than plain DDP to take its place.
 _MARGIN = 0.02
 # How often a candidate that is no faster may win so many rounds.

@@ -48,8 +48,6 @@ from overlap.plan.candidates import METHODS, PLAIN, build
 from overlap.ranks.board import Agreement, group_all_reduce
 from overlap.ranks.machines import forget, own_subgroup
 
-__all__ = ["FEWEST_ROUNDS", "Like", "Race", "device_of", "generators_restored"]
-
 # DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
 # A sample is at least this long, so that the clock and the scheduler add little.

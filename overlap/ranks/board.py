@@ -54,20 +54,6 @@ from overlap._torch.c10d import (
 )
 from overlap.errors import CollectiveError, OverlapError, PeerError
 
-__all__ = [
-    "Agreement",
-    "Board",
-    "PerRank",
-    "add_peer_note",
-    "agree",
-    "as_collective_error",
-    "failures_explained",
-    "group_all_reduce",
-    "group_broadcast",
-    "of_all_ranks",
-    "on_rank",
-]
-
 _Result = TypeVar("_Result")
 _Calls: TypeAlias = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 

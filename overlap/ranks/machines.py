@@ -25,8 +25,6 @@ from overlap._torch.c10d import abandon_group, group_name, group_timeout, new_gr
 from overlap.errors import ConfigurationError
 from overlap.ranks.board import Agreement, PerRank
 
-__all__ = ["Levels", "forget", "group_of_machine", "levels_of", "note_place", "own_subgroup", "places"]
-
 _BOUND = "leave device_id out of init_process_group: with it, NCCL needs all ranks of the job to make groups of some"
 
 

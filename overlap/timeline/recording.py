@@ -33,8 +33,6 @@ from overlap.hooks.stage import walk
 from overlap.ranks.board import of_all_ranks
 from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, check_picture, save_reports
 
-__all__ = ["Clock", "EventClock", "Recorder", "StepRecord", "Timeline", "clock_for"]
-
 # Collectives of an update that make the mean; all others that it issues gather parameters.
 _REDUCES = frozenset({"all_reduce", "reduce_scatter"})
 

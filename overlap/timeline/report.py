@@ -11,8 +11,6 @@ from typing import Any, Literal
 from overlap._checks import require_extra
 from overlap.errors import ConfigurationError
 
-__all__ = ["Activity", "BucketReport", "Interval", "Kind", "Phase", "Report", "StepReport", "save_reports"]
-
 PhaseName = Literal["buffers", "forward", "loss", "backward", "finalization", "optimizer", "wait"]
 Kind = Literal["reduce", "transform", "update", "gather", "average"]
 

@@ -1,7 +1,5 @@
 """Wrapped modules have the gradients and random numbers of plain ones, also in DDP and under torch.compile."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from activations.test_wrappers import WRAPPERS
-from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, overlapped_step, train, wrap
 from harness.models import BATCH_NORM, TRANSFORMER
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
 from overlap.activations import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
@@ -155,7 +153,8 @@ def test_bytes_that_are_kept_for_backward() -> None:
 # In DDP ------------------------------------------------------------------------------------------------------
 
 
-def _in_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_in_ddp_with_a_chain_training_is_the_same_in_every_bit(rank: int, world_size: int) -> None:
     sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     kinds = (nn.TransformerEncoderLayer, nn.Linear, nn.Tanh)
     for case in (TRANSFORMER, BATCH_NORM):
@@ -174,14 +173,11 @@ def _in_ddp(rank: int, world_size: int) -> None:
         assert_parity(results[2], results[0], what=f"offloaded, {case}")
 
 
-def test_in_ddp_with_a_chain_training_is_the_same_in_every_bit() -> None:
-    run_ranks(_in_ddp, 2)
-
-
 # Under torch.compile -----------------------------------------------------------------------------------------
 
 
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(1, backend=None)
+def test_under_torch_compile_gradients_are_equal_and_batches_counted_once(rank: int, world_size: int) -> None:
     plain = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16))
     x = torch.randn(8, 16)
     reference: dict[str, Any] = {}
@@ -204,7 +200,3 @@ def _compiled(rank: int, world_size: int) -> None:
             torch._dynamo.reset()
             with pytest.raises(torch._dynamo.exc.Unsupported, match="hooks on saved tensors, which are not traced"):
                 torch.compile(wrapped, backend="aot_eager", fullgraph=True)(x)
-
-
-def test_under_torch_compile_gradients_are_equal_and_batches_counted_once() -> None:
-    run_ranks(_compiled, 1, backend=None)

@@ -1,7 +1,5 @@
 """Running a forward again in backward finds the state that the first run found, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

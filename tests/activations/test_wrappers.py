@@ -1,7 +1,5 @@
 """A wrapped module shares everything with the module that was wrapped; unsupported modules are refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

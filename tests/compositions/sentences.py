@@ -1,7 +1,5 @@
 """Chains as people would write them, made of every part that the library has."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Every sentence in every situation: what is exact stays exact, ranks stay equal, and a run resumes bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks, run_ranks
 from overlap import Join
 from overlap.hooks.engine.registration import registration_of
 
@@ -196,7 +194,9 @@ SITUATIONS: dict[str, Callable[[str, Sentence, int], None]] = {
 }
 
 
-def _play(rank: int, world_size: int, situation: str) -> None:
+@pytest.mark.parametrize("situation", SITUATIONS)
+@on_ranks(2, timeout_s=240)
+def test_every_composition(rank: int, world_size: int, situation: str) -> None:
     failures = []
     for name, sentence in SENTENCES.items():
         try:
@@ -205,11 +205,6 @@ def _play(rank: int, world_size: int, situation: str) -> None:
             failures.append(f"{name}: {type(error).__name__}: {error}")
         dist.barrier()
     assert not failures, "\n".join(failures)
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_every_composition(situation: str) -> None:
-    run_ranks(_play, 2, situation, timeout_s=240)
 
 
 def _states(ddp: Any, optimizers: list[Any]) -> Any:

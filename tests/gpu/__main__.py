@@ -1,7 +1,5 @@
 """Runs the checks and prints the outcomes: `PYTHONPATH=.. python -m gpu --device cuda`, in the folder `tests`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

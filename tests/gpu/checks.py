@@ -1,7 +1,5 @@
 """The checks: for each scenario what must hold of it, the controls that show that these can fail, memory and times."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ Seen in two ways. PyTorch's own waiting calls (`.item()`, a copy to pageable mem
 trace; those within one of the library's labels are the library's. Both are shown a wait that is there.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A race between two streams seldom shows: the one that should wait is behind anyw
 while a stream gets some milliseconds of nothing to do, in one of two places. On the CPU the thread sleeps instead.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

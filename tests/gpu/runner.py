@@ -1,7 +1,5 @@
 """Runs checks on two ranks. (Not in `__main__`, whose functions no other process can load.)"""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections import Counter

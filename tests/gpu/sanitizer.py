@@ -5,8 +5,6 @@ PyTorch's operators, in backward too, and takes a collective for one on the stre
 sees whoever makes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

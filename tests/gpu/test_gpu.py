@@ -1,7 +1,5 @@
 """Some of the checks on the CPU, so that they are known to run; that they can fail; and what becomes of a failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess
@@ -16,7 +14,7 @@ import torch.distributed as dist
 
 import gpu
 import overlap
-from harness import run_ranks
+from harness import on_ranks
 from streams.scenarios import SCENARIOS, Scenario, adamw
 
 from . import runner
@@ -75,17 +73,14 @@ def _another_result_each_time(ddp: Any) -> list[Any]:
     return [optimizer]
 
 
-def _wrong(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_wrong_update_and_a_result_that_depends_on_time_fail(rank: int, world_size: int) -> None:
     device = torch.device("cpu")
     wrong = dataclasses.replace(SCENARIOS["all-reduce, interleaved"], build=_another_result_each_time)
     with pytest.raises(AssertionError, match="beside plain DDP"):
         parity(wrong, rank, device)
     with pytest.raises(AssertionError, match=r"late stages: \d+ of"):
         no_race(wrong, rank, device)
-
-
-def test_a_wrong_update_and_a_result_that_depends_on_time_fail() -> None:
-    run_ranks(_wrong, 2)
 
 
 def _event(name: str, ts: float, *, cat: str = "cuda_runtime", tid: int = 1, dur: float = 1.0) -> dict[str, Any]:

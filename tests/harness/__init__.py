@@ -1,10 +1,8 @@
 """Test harness: one helper starts ranks as processes, one asserts parity."""
 
-from __future__ import annotations
-
 from ._rank import UNKNOWN_BACKEND
 from .parity import assert_parity
-from .ranks import RankDied, RankFailed, RankHung, WorldError, run_ranks, start_server
+from .ranks import RankDied, RankFailed, RankHung, WorldError, on_ranks, run_ranks, start_server
 from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, train, wrap
 
 __all__ = [
@@ -16,6 +14,7 @@ __all__ = [
     "WorldError",
     "assert_parity",
     "bucket_sizes_bytes",
+    "on_ranks",
     "overlapped_step",
     "plain_step",
     "run_ranks",

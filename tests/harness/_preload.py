@@ -1,7 +1,5 @@
 """What the fork server imports once, so that every rank forked from it starts with it in memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """What examples in docstrings and guides find, as docs/api/index.md says: a group of one rank, a model, batches."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

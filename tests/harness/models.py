@@ -5,8 +5,6 @@ close at 1 KiB. Without `find_unused_parameters` the first iteration still has o
 rebuild after it makes three or more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

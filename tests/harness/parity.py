@@ -1,7 +1,5 @@
 """One assertion for "the same": state dicts, records of a training run, any nesting of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

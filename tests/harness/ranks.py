@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -121,6 +123,29 @@ def run_ranks(
     if blamed is not None and not return_exceptions:
         raise _with_the_others(blamed, world) from getattr(blamed.failure, "exception", None)
     return [rank.outcome() for rank in world]
+
+
+def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of `fn(rank, world_size, ...)`, which `run_ranks` calls with these options; its other arguments are
+    the test's own."""
+
+    def decorated(fn: Callable[..., Any]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            run_ranks(_on_rank, world_size, test, given, **options)
+
+        # Not by `functools.wraps`, by which pytest would find the arguments of ranks.
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            setattr(test, name, getattr(fn, name))
+        whole = inspect.signature(fn)
+        test.__signature__ = whole.replace(parameters=list(whole.parameters.values())[2:])  # type: ignore[attr-defined]
+        test.on_rank = fn  # type: ignore[attr-defined]
+        return test
+
+    return decorated
+
+
+def _on_rank(rank: int, world_size: int, test: Any, given: dict[str, Any]) -> None:
+    test.on_rank(rank, world_size, **given)
 
 
 @dataclass(eq=False)

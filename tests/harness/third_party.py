@@ -1,7 +1,5 @@
 """Optimizers as users bring them: written from the papers, each with one habit that PyTorch's own do not have."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

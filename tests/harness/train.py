@@ -1,7 +1,5 @@
 """One training loop for the reference and the candidate, which records every step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`assert_parity` passes what is the same, names what differs, and refuses comparisons that cannot fail."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks as processes: what they start with, and how their failures are told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

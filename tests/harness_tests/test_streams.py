@@ -1,7 +1,5 @@
 """The detector of races, where no scenario shows it: parts of a tensor, events, host memory, waits of the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

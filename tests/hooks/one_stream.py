@@ -1,7 +1,5 @@
 """Streams without concurrency."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

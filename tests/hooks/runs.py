@@ -1,7 +1,5 @@
 """Training runs that differ in what is registered with DDP."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions and hooks as stages, and stages as hooks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import overlap
-from harness import assert_parity, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, train, wrap
 from harness.models import MLP
 from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, as_hook, as_stage, chain
 
@@ -44,7 +42,10 @@ TAKEN: dict[str, Callable[..., Any]] = {
 }
 
 
-def _taken(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_any_callable_of_two_arguments_is_taken_as_a_hook_and_one_of_a_bucket_as_a_stage(
+    rank: int, world_size: int
+) -> None:
     reference = run(rank, plain)
     one_hook = as_hook(chain(AllReduce()))
     ways: dict[str, Attach] = {
@@ -57,11 +58,8 @@ def _taken(rank: int, world_size: int) -> None:
         assert_parity(run(rank, attach), reference, what=kind)
 
 
-def test_any_callable_of_two_arguments_is_taken_as_a_hook_and_one_of_a_bucket_as_a_stage() -> None:
-    run_ranks(_taken, 2)
-
-
-def _foreign_hook_then_step(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_foreign_hook_chains_with_an_update(rank: int, world_size: int) -> None:
     def state() -> Any:
         return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
@@ -74,10 +72,6 @@ def _foreign_hook_then_step(rank: int, world_size: int) -> None:
     optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
     chain(as_stage(powerSGD_hook.powerSGD_hook, state()), Step(optimizer)).register(ddp)
     assert_parity(train(ddp, optimizer, batches, min_buckets=1), reference, what="PyTorch's PowerSGD, then Step")
-
-
-def test_a_foreign_hook_chains_with_an_update() -> None:
-    run_ranks(_foreign_hook_then_step, 2)
 
 
 def test_a_hook_of_three_arguments_is_refused() -> None:

@@ -1,8 +1,6 @@
 """The bytes that a machine sends to the others, of 4 machines with 8 ranks each: one of 32 ranks on PyTorch's "fake"
 backend, which sends nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from overlap import (
     AllGather,
     AllReduce,
@@ -152,12 +150,9 @@ def test_a_machine_sends_the_bytes_that_the_page_says() -> None:
     assert _table(found) in PAGE.read_text(), f"write in {PAGE.name}:\n{_table(found)}"
 
 
-def _a_first_pass(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_host_names_are_compared_where_the_chain_is_registered(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(_model())
     chain(Quantize()).register(ddp)
     with mock.patch.object(machines, "Agreement", side_effect=AssertionError("ranks wait for each other in backward")):
         ddp(torch.ones(2, 64)).sum().backward()
-
-
-def test_host_names_are_compared_where_the_chain_is_registered() -> None:
-    run_ranks(_a_first_pass, 2)

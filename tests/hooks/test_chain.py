@@ -1,7 +1,5 @@
 """What a chain takes and refuses, and what it remembers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from torch import nn
 
 import overlap
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP
 from overlap import (
     AllReduce,
@@ -96,10 +94,7 @@ def _returned_value(rank: int) -> None:
         ddp(*MLP.batch(0, rank).inputs).sum().backward()
 
 
-def _play(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_names_are_not_known_to_a_hook_and_a_function_returns_nothing(rank: int, world_size: int) -> None:
     _names_in_a_hook(rank)
     _returned_value(rank)
-
-
-def test_names_are_not_known_to_a_hook_and_a_function_returns_nothing() -> None:
-    run_ranks(_play, 2)

@@ -1,13 +1,11 @@
 """The mean of the gradients by each exact reducer, against plain DDP; ``test_torch_names.py`` has casts."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import overlap
-from harness import UNKNOWN_BACKEND, Record, assert_parity, run_ranks
+from harness import UNKNOWN_BACKEND, Record, assert_parity, on_ranks
 from harness.models import DTYPES, MLP, TRANSFORMER
 from overlap import AllGather, AllReduce, Cast, NoReduction, chain, register
 
@@ -18,7 +16,9 @@ def _gradients(records: list[Record]) -> list[dict[str, torch.Tensor]]:
     return [record.gradients for record in records]
 
 
-def _means(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_all_reduce_equals_plain_ddp_bit_for_bit_and_all_gather_but_for_the_order(rank: int, world_size: int) -> None:
+    """``test_route.py`` has all-gathers of two ranks, where there is one order."""
     for case in (MLP, DTYPES, TRANSFORMER):
         reference = run(rank, plain, case)
         assert_parity(run(rank, chain(AllReduce()).register, case), reference, what=f"AllReduce, {case}")
@@ -32,12 +32,8 @@ def _means(rank: int, world_size: int) -> None:
         )
 
 
-def test_all_reduce_equals_plain_ddp_bit_for_bit_and_all_gather_but_for_the_order() -> None:
-    """``test_route.py`` has all-gathers of two ranks, where there is one order."""
-    run_ranks(_means, 3)
-
-
-def _no_reduction(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_reduction_leaves_each_ranks_own_gradient(rank: int, world_size: int) -> None:
     reference = MLP.model()
     nn.functional.mse_loss(reference(*MLP.batch(0, rank).inputs), MLP.batch(0, rank).target).backward()
     own = {name: p.grad for name, p in reference.named_parameters()}
@@ -46,11 +42,8 @@ def _no_reduction(rank: int, world_size: int) -> None:
         assert_parity(record.gradients, own, what="each rank's own gradient")
 
 
-def test_no_reduction_leaves_each_ranks_own_gradient() -> None:
-    run_ranks(_no_reduction, 2)
-
-
-def _on_subgroups(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_reducer_uses_the_group_that_is_named(rank: int, world_size: int) -> None:
     """Models on pairs of ranks, where ranks are in different numbers of groups."""
     groups = [dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 1, 2))]
     mine, member = groups[rank // 2], rank % 2
@@ -65,15 +58,8 @@ def _on_subgroups(rank: int, world_size: int) -> None:
         assert_parity(records, reference, what=f"a subgroup that is named by {way}")
 
 
-def test_a_reducer_uses_the_group_that_is_named() -> None:
-    run_ranks(_on_subgroups, 4)
-
-
-def _without_gloo(rank: int, world_size: int) -> None:
+@on_ranks(2, backend=UNKNOWN_BACKEND)
+def test_without_gloo_stages_run_on_autograds_thread(rank: int, world_size: int) -> None:
     reference = run(rank, plain)
     for stage in (AllReduce(), AllGather(), Cast(torch.float32)):
         assert_parity(run(rank, chain(stage).register), reference, what=f"{stage!r} on autograd's thread")
-
-
-def test_without_gloo_stages_run_on_autograds_thread() -> None:
-    run_ranks(_without_gloo, 2, backend=UNKNOWN_BACKEND)

@@ -1,7 +1,5 @@
 """A reducer for each parameter: against plain DDP, against one reducer for all, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import overlap
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from harness.models import DTYPES, MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import (
     AllGather,
@@ -45,7 +43,8 @@ def _sees_means(bucket: Bucket) -> None:
     assert bucket.is_mean and bucket.raw is not None
 
 
-def _means(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_exact_reducers_by_parameter_equal_plain_ddp_bit_for_bit(rank: int, world_size: int) -> None:
     # Two kinds in nearly every bucket, in runs and in several pieces.
     for case, rules in (
         (MLP, {"*.bias": AllReduce(), "*": AllGather()}),
@@ -55,10 +54,6 @@ def _means(rank: int, world_size: int) -> None:
         options = {"gradient_as_bucket_view": case is MLP}
         found = run(rank, chain(route(rules), _sees_means).register, case, **options)
         assert_parity(found, run(rank, plain, case, **options), what=f"{case}, {rules}")
-
-
-def test_exact_reducers_by_parameter_equal_plain_ddp_bit_for_bit() -> None:
-    run_ranks(_means, 2)
 
 
 class _Recorded(AllReduce):
@@ -72,7 +67,8 @@ class _Recorded(AllReduce):
         await super().__call__(bucket)
 
 
-def _split(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_bucket_is_split_without_copying_what_lies_in_one_run(rank: int, world_size: int) -> None:
     # One bucket: 1.bias, 1.weight, 0.bias, 0.weight, each with an own place.
     ddp = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=1)
     wholes: list[Bucket] = []
@@ -99,11 +95,8 @@ def _split(rank: int, world_size: int) -> None:
     assert only.given[0].raw is not None, "a bucket of one kind is DDP's own"
 
 
-def test_a_bucket_is_split_without_copying_what_lies_in_one_run() -> None:
-    run_ranks(_split, 2)
-
-
-def _compressed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_compressing_reducers_by_parameter_equal_the_same_by_hand(rank: int, world_size: int) -> None:
     # PowerSGD reduces vectors exactly itself, and keeps its memory by name.
     factors = functools.partial(PowerSGD, rank=1, min_compression_rate=1)
     by_rule = chain(route({_is_vector: AllReduce(), "*": factors()})).register
@@ -113,10 +106,6 @@ def _compressed(rank: int, world_size: int) -> None:
     assert len({call.args[1].index for call in called.call_args_list}) > 2
 
 
-def test_compressing_reducers_by_parameter_equal_the_same_by_hand() -> None:
-    run_ranks(_compressed, 2)
-
-
 class _Fails(AllReduce):
     async def __call__(self, bucket: Bucket) -> None:
         if bucket.step == 2:
@@ -124,7 +113,8 @@ class _Fails(AllReduce):
         await super().__call__(bucket)
 
 
-def _failure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_failure_or_a_nan_of_one_reducer_leaves_the_memory_of_the_others(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model())
     feedback = Quantize(Int4(), error_feedback=True)
     register(ddp, route({"*.bias": _Fails(), "*": feedback}))
@@ -147,11 +137,8 @@ def _failure(rank: int, world_size: int) -> None:
     assert_parity(feedback.state_dict()["error"], before, what="memory after another reducer's NaN")
 
 
-def test_a_failure_or_a_nan_of_one_reducer_leaves_the_memory_of_the_others() -> None:
-    run_ranks(_failure, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_the_model_is_refused_at_registration(rank: int, world_size: int) -> None:
     def attached(rules: Any, *, model: nn.Module | None = None) -> None:
         register(wrap(MLP.model() if model is None else model), route(rules))
 
@@ -172,10 +159,6 @@ def _refused(rank: int, world_size: int) -> None:
         mean_squared_error(by_hook, MLP.batch(0, rank)).backward()
     with pytest.raises(overlap.CollectiveError, match=r"(?s)rank 1 registers route.*but rank 0 registers route"):
         attached({"*.bias" if rank == 0 else "*.weight": AllReduce(), "*": AllGather()})
-
-
-def test_what_does_not_fit_the_model_is_refused_at_registration() -> None:
-    run_ranks(_refused, 2)
 
 
 async def _transform(bucket: Bucket) -> None:
@@ -199,7 +182,8 @@ def test_what_is_not_a_reducer_by_rule_is_refused() -> None:
             route(rules)
 
 
-def _state(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_is_kept_by_reducer_and_fits_the_same_rules_only(rank: int, world_size: int) -> None:
     def made(rule: str = "*.weight") -> Any:
         ddp, stage = wrap(MLP.model()), route({rule: Quantize(Int4(), error_feedback=True), "*": AllReduce()})
         register(ddp, stage)
@@ -217,7 +201,3 @@ def _state(rank: int, world_size: int) -> None:
     early.load_state_dict(stage.state_dict())
     with pytest.raises(ConfigurationError, match=r"parameters that the model does not have"):
         register(wrap(MLP.model()), early)
-
-
-def test_state_is_kept_by_reducer_and_fits_the_same_rules_only() -> None:
-    run_ranks(_state, 2)

@@ -1,7 +1,5 @@
 """What is handed to NCCL begins where NCCL copies fastest, and where nothing is gained nothing is padded."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks
 from overlap import (
     AllGather,
     AllReduce,
@@ -117,7 +115,8 @@ def _train(way: str) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-def _aligned(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120)
+def test_where_there_are_streams_all_that_is_sent_begins_at_16_bytes(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     for way in WAYS:
         with streams_replaced(OneStream()), _misaligned() as misaligned:
@@ -125,7 +124,3 @@ def _aligned(rank: int, world_size: int) -> None:
         assert not misaligned, f"{way}: {misaligned[:3]}"
         if way in EXACT:
             assert_parity(got, _train(way), what=way)
-
-
-def test_where_there_are_streams_all_that_is_sent_begins_at_16_bytes() -> None:
-    run_ranks(_aligned, 2, timeout_s=120)

@@ -1,7 +1,5 @@
 """The hooks of PyTorch's names, against PyTorch's own."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 from typing import Any
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import overlap
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks
 from overlap import AllReduce, as_hook, register
 
 from .runs import run, to_ddp
@@ -36,7 +34,8 @@ HOOKS: dict[Any, list[Any]] = {
 }
 
 
-def _equal(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_hook_equals_pytorchs_however_it_is_registered(rank: int, world_size: int) -> None:
     for theirs, all_of_ours in HOOKS.items():
         reference = run(rank, functools.partial(to_ddp, hook=theirs))
         for ours in all_of_ours:
@@ -44,10 +43,6 @@ def _equal(rank: int, world_size: int) -> None:
             given = functools.partial(to_ddp, hook=ours, state=dist.group.WORLD)
             if ours in (overlap.allreduce_hook, overlap.fp16_compress_hook):
                 assert_parity(run(rank, given), reference, what=f"{ours}, given to DDP with a group")
-
-
-def test_a_hook_equals_pytorchs_however_it_is_registered() -> None:
-    run_ranks(_equal, 2)
 
 
 def test_a_hook_pickles_by_name_and_a_stage_as_a_hook_refuses() -> None:

@@ -1,7 +1,5 @@
 """The state of a framework's model and optimizer after a run."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tests with the real frameworks: they are collected where those are installed, see ``make test-integrations``."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@
 without us, and fails where a cell is not what is declared here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 __all__ = ["FORMS", "FRAMEWORKS", "Refused", "cells", "table"]

@@ -1,7 +1,5 @@
 """The forms of an update that every framework is played with, on ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A module, its data and a Lightning trainer, with a chain or without, and the run of each row of the table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

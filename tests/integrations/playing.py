@@ -1,7 +1,5 @@
 """One row of the table: all forms in one world, beside the framework without us."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

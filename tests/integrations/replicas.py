@@ -1,7 +1,5 @@
 """Replicas of torchft, each a process of its own, and what they should have learned."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

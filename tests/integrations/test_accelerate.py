@@ -1,7 +1,5 @@
 """Accelerate with a chain, beside Accelerate without."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from functools import partial
@@ -19,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks, run_ranks
 from overlap import AllReduce, ConfigurationError, Join, Step, chain
 from overlap.hooks.engine.registration import registration_of
 
@@ -284,7 +282,8 @@ def test_a_scaler_defers_an_update_unless_the_chain_rules_that_out() -> None:
         assert said[3:] == ["prepared"]
 
 
-def _remove(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_was_prepared_can_be_left_to_accelerate_again(rank: int, world_size: int) -> None:
     from overlap.integrations.accelerate import remove
 
     prepare_rank(rank, world_size)
@@ -299,10 +298,6 @@ def _remove(rank: int, world_size: int) -> None:
         losses += _train(accelerator, prepared, "`clip_grad_norm_`")
         left.append({**state_of(prepared[0], prepared[1]), "losses": losses})
     assert_parity(*left, what="with remove()")
-
-
-def test_what_was_prepared_can_be_left_to_accelerate_again() -> None:
-    run_ranks(_remove, 2)
 
 
 @pytest.mark.parametrize("feature", FRAMEWORKS["Accelerate"])

@@ -1,7 +1,5 @@
 """docs/reports/integrations.md shows what the tests play; a missing package is named with its extra. Needs none."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Lightning with a chain, beside Lightning without."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
@@ -16,12 +14,13 @@ from features import FRAMEWORKS
 from lightning_runs import loader_of, module_of, play, strategy_of, trainer_of
 from playing import check_row
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from overlap import AllReduce, ConfigurationError, Int8, LocalSGD, OverlapError
 from overlap.hooks.engine.registration import registration_of
 
 
-def _wrong_options(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_wrong_options_are_refused_with_what_to_give(rank: int, world_size: int) -> None:
     prepare_rank(rank, world_size)
     for options, said in (
         ({"chain": [Int8()]}, r"Int8\(\) is"),
@@ -34,10 +33,6 @@ def _wrong_options(rank: int, world_size: int) -> None:
     strategy = strategy_of("wrong", chain=lambda optimizer: AllReduce)
     with pytest.raises(ConfigurationError, match=r"lambda optimizer: chain\(AllReduce\(\), Step\(optimizer\)\)"):
         trainer_of("wrong", strategy).fit(module_of("wrong"), loader_of())
-
-
-def test_wrong_options_are_refused_with_what_to_give() -> None:
-    run_ranks(_wrong_options, 2)
 
 
 FORMS = ("interleaved", "powersgd")

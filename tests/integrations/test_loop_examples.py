@@ -1,7 +1,5 @@
 """The examples with frameworks' loops learn the same with overlap as without."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """The optimizers of other packages that are known without a declaration pass the experiment, and the page has them."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

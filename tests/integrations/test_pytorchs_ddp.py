@@ -5,8 +5,6 @@ here; all 94 with ``python tests/integrations/test_pytorchs_ddp.py``, which take
 without a GPU.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import json

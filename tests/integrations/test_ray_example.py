@@ -1,7 +1,5 @@
 """The example with Ray Train learns the same with overlap as without; ``pip install 'ray[train]'`` to have it run."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Chains on torchft: the steps of replicas that are killed, come back, raise or do not commit."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

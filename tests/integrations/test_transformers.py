@@ -1,7 +1,5 @@
 """The HF Trainer with a chain, beside the Trainer without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

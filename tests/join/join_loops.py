@@ -1,7 +1,5 @@
 """Loops that run out of batches at different times, in both ways in which iterations begin."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

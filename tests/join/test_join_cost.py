@@ -1,7 +1,5 @@
 """How many collectives an iteration costs under Join, counted by the process group and by the polls themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a stage had kept when its rank ran out is sent on: what was sent and what is kept makes up all gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ``on_exhausted`` does when the first rank runs out."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """A failure under Join ends the others before the timeout: of a rank that raises they learn which, and why."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import socket

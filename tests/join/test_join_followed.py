@@ -1,7 +1,5 @@
 """What a loop does around backward is done on a rank without inputs as well, or is refused there."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from contextlib import nullcontext
@@ -15,7 +13,7 @@ from join_loops import FORMS, joined, make, plain_body, train_unevenly, train_wi
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import (
     AllReduce,
@@ -40,7 +38,8 @@ _SGD: dict[str, float] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 # Means over some of the ranks.
 
 
-def _divided(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_divisor_of_a_subgroup_is_the_number_of_its_ranks_with_inputs(rank: int, world_size: int) -> None:
     """Gradients when rank 1 has run out; and of local SGD, whose subgroup is all ranks."""
     found: list[list[Tensor]] = []
     for subgroup in (None, dist.new_group([0, 1])):
@@ -59,11 +58,8 @@ def _divided(rank: int, world_size: int) -> None:
     assert_parity(found[1], found[0], what="in a subgroup")
 
 
-def test_the_divisor_of_a_subgroup_is_the_number_of_its_ranks_with_inputs() -> None:
-    run_ranks(_divided, 2)
-
-
-def _without_a_registration(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_the_divisor_where_a_registration_was_removed_or_the_model_copied(rank: int, world_size: int) -> None:
     """Rank 1 runs out after one of two batches; the gradient of each batch is one."""
     models = {name: wrap(nn.Linear(1, 1, bias=False)) for name in ("plain", "removed", "copied", "built-in")}
     for name in ("removed", "copied"):
@@ -87,14 +83,11 @@ def _without_a_registration(rank: int, world_size: int) -> None:
         models["removed"](torch.ones(1, 1))
 
 
-def test_the_divisor_where_a_registration_was_removed_or_the_model_copied() -> None:
-    run_ranks(_without_a_registration, 2, group_timeout_s=_TIMEOUT_S)
-
-
 # Parameters that no rank used.
 
 
-def _unused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_parameter_that_nobody_used_is_not_updated(rank: int, world_size: int) -> None:
     """From the fourth step on rank 0 alone has inputs, and every other step leaves the branch unused."""
     case, options = UNUSED_ON_SOME_RANKS, {"lr": 0.01, "weight_decay": 0.5}
     models = []
@@ -106,12 +99,9 @@ def _unused(rank: int, world_size: int) -> None:
         assert_parity(model, models[0], what=form)
 
 
-def test_a_parameter_that_nobody_used_is_not_updated() -> None:
-    run_ranks(_unused, 2)
-
-
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
 @mock.patch.object(executors, "SMALL_BYTES", 2**20)
-def _gathered_in_forward(rank: int, world_size: int) -> None:
+def test_gathers_in_forward_come_after_the_exchange_of_unused_parameters(rank: int, world_size: int) -> None:
     """Of a model without a worker thread. Every second batch is only accumulated; rank 1 runs out after such a one."""
     case, options = UNUSED_ON_SOME_RANKS, {"lr": 0.01, "weight_decay": 0.5}
 
@@ -138,14 +128,11 @@ def _gathered_in_forward(rank: int, world_size: int) -> None:
         assert_parity(train(lambda ddp, how=how: sharded(ddp, *how)), expected, what=str(how))
 
 
-def test_gathers_in_forward_come_after_the_exchange_of_unused_parameters() -> None:
-    run_ranks(_gathered_in_forward, 2, group_timeout_s=_TIMEOUT_S)
-
-
 # Hyperparameters.
 
 
-def _with_scheduler(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part(rank: int, world_size: int) -> None:
     for counts, told_by in (((5, 2), "forwards"), ((3, 2), "batches")):
         ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
         optimizer = make(ddp, "interleaved", **_SGD)
@@ -160,14 +147,11 @@ def _with_scheduler(rank: int, world_size: int) -> None:
                 scheduler.step()
 
 
-def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part() -> None:
-    run_ranks(_with_scheduler, 2, group_timeout_s=_TIMEOUT_S)
-
-
 # What the loop does besides.
 
 
-def _averaged(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_step_hooks_run_on_a_rank_without_inputs(rank: int, world_size: int) -> None:
     """A moving average in a step post-hook, against a loop in which rank 1 goes on with a loss of zero."""
 
     def train(form: str, run: Any) -> Any:
@@ -184,14 +168,11 @@ def _averaged(rank: int, world_size: int) -> None:
         assert_parity(followed, expected, what=form)
 
 
-def test_step_hooks_run_on_a_rank_without_inputs() -> None:
-    run_ranks(_averaged, 2, group_timeout_s=_TIMEOUT_S)
-
-
 # Gradients that were added up under no_sync when the rank ran out.
 
 
-def _micro_batches(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120)
+def test_micro_batches_of_a_rank_that_then_runs_out_are_sent(rank: int, world_size: int) -> None:
     counts = (8, 5)  # Rank 1 runs out after the first of two.
 
     def train(form: str, told_by: str | None) -> dict[str, Tensor]:
@@ -220,14 +201,11 @@ def _micro_batches(rank: int, world_size: int) -> None:
         assert_parity(train(form, told_by), expected, what=f"{form}, {told_by}")
 
 
-def test_micro_batches_of_a_rank_that_then_runs_out_are_sent() -> None:
-    run_ranks(_micro_batches, 2, timeout_s=120)
-
-
 # What a loop does to gradients by hand.
 
 
-def _clipped(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_gradients_that_a_rank_without_inputs_would_step_with_otherwise_are_refused(rank: int, world_size: int) -> None:
     for told_by, scales in (("batches", False), ("forwards", True)):
         ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
         optimizer = make(ddp, "plain", **_SGD)
@@ -242,10 +220,6 @@ def _clipped(rank: int, world_size: int) -> None:
                     nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
                 scaler.step(optimizer)
                 scaler.update()
-
-
-def test_gradients_that_a_rank_without_inputs_would_step_with_otherwise_are_refused() -> None:
-    run_ranks(_clipped, 2, group_timeout_s=_TIMEOUT_S)
 
 
 # Steps and groups that ranks without inputs cannot follow.
@@ -263,7 +237,8 @@ def _adds_a_group(rank: int) -> None:
             plain_step(ddp, optimizer, MLP.batch(step, rank), mean_squared_error)
 
 
-def _refuses_more(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_what_cannot_be_followed_is_an_error(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match=r"call closure\(\) first"), Join([ddp, optimizer]):
@@ -276,14 +251,11 @@ def _refuses_more(rank: int, world_size: int) -> None:
         _adds_a_group(rank)
 
 
-def test_what_cannot_be_followed_is_an_error() -> None:
-    run_ranks(_refuses_more, 2, group_timeout_s=_TIMEOUT_S)
-
-
 # Calls that all ranks make together.
 
 
-def _together(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_a_call_of_all_ranks_is_refused_once_a_rank_has_run_out(rank: int, world_size: int) -> None:
     for call, form in (("synchronize", "plain"), ("consolidate_state_dict", "zero")):
         ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
         made = make(ddp, form, **_SGD)
@@ -296,7 +268,3 @@ def _together(rank: int, world_size: int) -> None:
                 mean_squared_error(ddp, batch).backward()
                 made.step()
                 getattr(made, call)()
-
-
-def test_a_call_of_all_ranks_is_refused_once_a_rank_has_run_out() -> None:
-    run_ranks(_together, 2, group_timeout_s=_TIMEOUT_S)

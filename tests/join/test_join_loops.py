@@ -1,7 +1,5 @@
 """What a loop may do inside of Join: two forwards, evaluate, leave parameters unused; and one Join after another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from join_loops import (
     train_with_zero_loss,
 )
 
-from harness import UNKNOWN_BACKEND, assert_parity, run_ranks, wrap
+from harness import UNKNOWN_BACKEND, assert_parity, on_ranks, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case
 from overlap import declare
 
@@ -143,7 +141,8 @@ def _body_with(scheduler: Any) -> Any:
     return body
 
 
-def _with_groups_that_change(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_that_change_in_each_step_are_followed(rank: int, world_size: int) -> None:
     counts = (5, 2)
 
     def build(form: str) -> tuple[Any, Any, Any]:
@@ -159,7 +158,3 @@ def _with_groups_that_change(rank: int, world_size: int) -> None:
         assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=form)
         (group,) = optimizer.param_groups
         assert (group["calls"], group["lr"]) == (5, pytest.approx(0.1 * 0.9**10)), form
-
-
-def test_groups_that_change_in_each_step_are_followed() -> None:
-    run_ranks(_with_groups_that_change, 2)

@@ -1,7 +1,5 @@
 """Training under Join equals plain DDP and its optimizer under PyTorch's Join, and ends alike on every rank."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import warnings

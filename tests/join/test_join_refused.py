@@ -1,7 +1,5 @@
 """What cannot work under Join is refused, with the value and the remedy, and leaves the model as it was."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +10,7 @@ import torch
 from join_loops import make
 from torch import nn
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from harness.third_party import DelegatingOptimizer
 from overlap import AllReduce, ConfigurationError, Join, PeerError, TrainingLoopError, UnsupportedError, chain
@@ -65,7 +63,8 @@ def _foreign_hook(state, bucket):  # without annotations: DDP compares them with
     return torch.futures.Future()
 
 
-def _models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_joined_is_refused_and_models_only_where_they_are_replayed(rank: int, world_size: int) -> None:
     for build, message in ARGUMENTS:
         with pytest.raises((ConfigurationError, UnsupportedError), match=message):
             build(_model())
@@ -91,10 +90,6 @@ def _models(rank: int, world_size: int) -> None:
         pass
     with pytest.raises(ConfigurationError, match="multiple process groups: give each group a Join"):
         Join([_model(), _on_another_group()])
-
-
-def test_what_cannot_be_joined_is_refused_and_models_only_where_they_are_replayed() -> None:
-    run_ranks(_models, 2)
 
 
 # Loops and blocks. After each of them the model trains as ever.
@@ -193,7 +188,8 @@ LOOPS: list[tuple[Callable[[Any, int], None], type[Exception], str]] = [
 ]
 
 
-def _loops(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_blocks_that_cannot_be_followed_are_refused_and_leave_the_model_as_it_was(rank: int, world_size: int) -> None:
     for loop, error, message in LOOPS:
         ddp = _model()
         with pytest.raises(error, match=message):
@@ -203,11 +199,8 @@ def _loops(rank: int, world_size: int) -> None:
                 mean_squared_error(ddp, each).backward()
 
 
-def test_blocks_that_cannot_be_followed_are_refused_and_leave_the_model_as_it_was() -> None:
-    run_ranks(_loops, 2)
-
-
-def _differs(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_that_make_different_calls_are_an_error(rank: int, world_size: int) -> None:
     """Rank 1 steps twice where rank 0 goes on, which rank 2 notices, without inputs."""
     ddp = _model()
     chain(AllReduce()).register(ddp)  # Ranks that wait learn of the error.
@@ -220,11 +213,8 @@ def _differs(rank: int, world_size: int) -> None:
                 optimizer.step()
 
 
-def test_ranks_that_make_different_calls_are_an_error() -> None:
-    run_ranks(_differs, 3)
-
-
-def _deferred_loops_that_do_not_step(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_deferred_update_that_ranks_without_inputs_cannot_follow(rank: int, world_size: int) -> None:
     for discards in (False, True):
         ddp = _on_another_group()
         optimizer = make(ddp, "deferred", lr=0.1, momentum=0.9)
@@ -234,7 +224,3 @@ def _deferred_loops_that_do_not_step(rank: int, world_size: int) -> None:
                 ddp(*MLP.batch(step, rank).inputs).sum().backward()
                 if discards:
                     optimizer.zero_grad()
-
-
-def test_a_deferred_update_that_ranks_without_inputs_cannot_follow() -> None:
-    run_ranks(_deferred_loops_that_do_not_step, 2)

@@ -1,7 +1,5 @@
 """The behaviour that PyTorch documents and tests of its ``Join``, of both Joins; and our joinables in PyTorch's."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from join_loops import TOLD_BY, joined, make, overlapped_body, snapshot
 from torch.distributed.algorithms.join import Join as TorchJoin
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -98,7 +96,8 @@ def _count(join: Any, counters: list[_Counter], number: int, collectives: int) -
                 counter(collectives)
 
 
-def _behaves(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_both_joins_behave_alike(rank: int, world_size: int) -> None:
     for kind, join in JOINS.items():
         for name, (number, options) in BEHAVIOURS.items():
             cell, is_enabled = f"{kind}: {name}", options.get("enable", True)
@@ -119,11 +118,8 @@ def _behaves(rank: int, world_size: int) -> None:
                 assert found == (max(counts), collectives * taking_part, marker), cell
 
 
-def test_both_joins_behave_alike() -> None:
-    run_ranks(_behaves, 3)
-
-
-def _beside_a_model(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_joinable_may_notify_in_every_second_iteration(rank: int, world_size: int) -> None:
     """In every second iteration, which PyTorch's Join cannot follow."""
     for told_by in TOLD_BY:
         ddp, counter = wrap(MLP.model(), **MLP.ddp_options()), _Counter()
@@ -133,10 +129,6 @@ def _beside_a_model(rank: int, world_size: int) -> None:
                 if number % 2:
                     counter()
         assert counter.calls == 3
-
-
-def test_a_joinable_may_notify_in_every_second_iteration() -> None:
-    run_ranks(_beside_a_model, 3)
 
 
 # Our joinables in PyTorch's Join.

@@ -1,7 +1,5 @@
 """``python tests/loops`` writes docs/reports/loops.md; with ``--play`` it plays loops or topics and reports."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several backwards for one step, and backwards without one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients clipped by the norm of the whole model, with weight decay for matrices alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

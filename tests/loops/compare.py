@@ -1,7 +1,5 @@
 """Plays loops with all forms in one world of ranks, and says of each cell of the table what became of it."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import pickle

@@ -15,8 +15,6 @@ A loop is written once, as users write it, as a generator that yields where ever
 A form of update that is not named is expected to be exact. The module's first line is the heading of its loops.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What many loops declare: errors and limits that follow from when a form makes its update."""
 
-from __future__ import annotations
-
 from .corpus import Declaration, limit, refused
 from .forms import AUTOMATIC, IN_BACKWARD, INTERLEAVED, SHARDED, STAGED, STEPPED, ZERO_INTERLEAVED
 

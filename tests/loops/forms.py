@@ -1,7 +1,5 @@
 """The forms of update that every loop is played with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients that are clipped, changed or logged between backward and step()."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

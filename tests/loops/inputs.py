@@ -1,7 +1,5 @@
 """What ranks are given: even and uneven numbers of batches, other processes' work between."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loops under Join where rank 1 runs out of batches first, beside plain DDP under PyTorch's Join."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice

@@ -1,7 +1,5 @@
 """Losses of several models or several backwards: adversarial, actor-critic, penalties."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Tiny models of the corpus, all of several buckets of 1 KiB, their inputs and groups of their parameters."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kinds of models."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from functools import partial

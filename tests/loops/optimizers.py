@@ -1,7 +1,5 @@
 """Optimizers: PyTorch's, and those that users bring."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

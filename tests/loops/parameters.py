@@ -1,7 +1,5 @@
 """Which parameters there are, and who updates them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

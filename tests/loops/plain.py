@@ -1,7 +1,5 @@
 """The loop as tutorials write it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

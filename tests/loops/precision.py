@@ -1,7 +1,5 @@
 """Dtypes, autocast and loss scaling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Saving, loading and going on, in the same process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Learning rates that change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

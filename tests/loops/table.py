@@ -1,7 +1,5 @@
 """The table of loops and forms of update for the docs; ``python tests/loops`` writes it."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
 """Every loop of the corpus does with every form of update what it declares: exact, unless it says otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

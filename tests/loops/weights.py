@@ -1,7 +1,5 @@
 """Weights that something else reads or changes: averages, pruning, parametrizations."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator

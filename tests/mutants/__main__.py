@@ -1,7 +1,5 @@
 """`python -m mutants`: which mutants do the tests find? Status 1 if more than three live."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

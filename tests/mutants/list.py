@@ -4,8 +4,6 @@ A mutant is a piece of a module's text, which is there once, and the piece in it
 there, give the mutant the line that does the same now; where its tests have moved, the selection that finds it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

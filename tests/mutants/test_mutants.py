@@ -1,7 +1,5 @@
 """The list fits the package and the tests of today, and a mutant that is run is found."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

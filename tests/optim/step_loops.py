@@ -1,7 +1,5 @@
 """Plain DDP beside DDP with an update in backward, and optimizers of the kinds that other libraries have."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Each edit is refused at the line that makes it; reads give plain DDP's values; a
 matrix runs in one world of ranks and names the cell that fails.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 from step_loops import SGD, backward, registered, settle
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from harness.models import MLP
 from overlap import TrainingLoopError, allreduce_hook, hook_then_optimizer
 from overlap._torch.read_only import AppliedGradient
@@ -102,7 +100,8 @@ def _model(**options: Any) -> Any:
     return wrap(MLP.model(), **MLP.ddp_options(), **options)
 
 
-def _matrix(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_write_is_refused_where_it_is_made_and_reads_are_plain_ddps(rank: int, world_size: int) -> None:
     for form in (*READABLE, *HIDDEN):
         for view in (True,) if form != "interleaved" else (False, True):
             reference, ddp = (_model(gradient_as_bucket_view=view) for _ in range(2))
@@ -142,10 +141,6 @@ def _matrix(rank: int, world_size: int) -> None:
             assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=f"{form}, view={view}")
 
 
-def test_every_write_is_refused_where_it_is_made_and_reads_are_plain_ddps() -> None:
-    run_ranks(_matrix, 2)
-
-
 CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "lr": (lambda ddp, o: o.param_groups[0].update(lr=0.05), "'lr' of parameter group 0 was changed from 0.1 to 0.05"),
     "another group": (
@@ -169,7 +164,8 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 
 
-def _changed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_an_update_in_backward_cannot_see_is_an_error_in_step(rank: int, world_size: int) -> None:
     for form in ("interleaved", "zero in forward"):
         for name, (change, words) in CHANGES.items():
             ddp = _model()
@@ -195,10 +191,6 @@ def _changed(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-def test_what_an_update_in_backward_cannot_see_is_an_error_in_step() -> None:
-    run_ranks(_changed, 2)
-
-
 def _center(parameters: Any) -> None:
     for parameter in parameters:
         parameter.grad.sub_(parameter.grad.mean(-1, keepdim=True))
@@ -212,7 +204,8 @@ FIRST_REMEDIES = {
 }
 
 
-def _edited_parts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_edits_are_refused_and_the_remedy_that_comes_first_is_exact(rank: int, world_size: int) -> None:
     for form, remedy in FIRST_REMEDIES.items():
         ddp = _model()
         registered(form, ddp)
@@ -229,7 +222,3 @@ def _edited_parts(rank: int, world_size: int) -> None:
                 _center(model.parameters())
             optimizer.step()
     assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what="centered")
-
-
-def test_edits_are_refused_and_the_remedy_that_comes_first_is_exact() -> None:
-    run_ranks(_edited_parts, 2)

@@ -1,7 +1,5 @@
 """Clipping by the library is `clip_grad_norm_(ddp.parameters(), c)` bit for bit, whatever the optimizer's groups."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP, Batch, Case, mean_squared_error
 from overlap import (
     AllReduce,
@@ -103,7 +101,8 @@ def _differing_steps(name: str, batches: Sequence[Batch], norm_type: float, refe
     return differing
 
 
-def _in_every_form(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_form_sums_in_the_models_order_and_not_in_the_optimizers(rank: int, world_size: int) -> None:
     for norm_type, steps in ((2.0, STEPS), (float("inf"), 3)):
         batches = MANY.batches(rank, steps=steps)
         reference, other_norms = _plain(batches, norm_type)
@@ -112,11 +111,8 @@ def _in_every_form(rank: int, world_size: int) -> None:
             assert _differing_steps(name, batches, norm_type, reference) == 0, f"{name}, {norm_type=}"
 
 
-def test_every_form_sums_in_the_models_order_and_not_in_the_optimizers() -> None:
-    run_ranks(_in_every_form, 2)
-
-
-def _unevenly(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_with_uneven_inputs(rank: int, world_size: int) -> None:
     """A rank without inputs, which has no `.grad`, clips as the others."""
     plain = wrap(MANY.model(), **MANY.ddp_options())
     reference = torch.optim.SGD(_groups(plain), **SGD)
@@ -135,7 +131,3 @@ def _unevenly(rank: int, world_size: int) -> None:
                 optimizer.step()
         for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
-
-
-def test_with_uneven_inputs() -> None:
-    run_ranks(_unevenly, 2)

@@ -1,7 +1,5 @@
 """Options of DistributedDataParallel since torch 2.13: every form trains as plain DDP does with the same option."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 from step_loops import ADAMW, registered
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import BATCH_NORM, UNUSED, Case, mean_squared_error
 from overlap import AllReduce, chain
 
@@ -30,7 +28,11 @@ def _made(form: str, ddp: DistributedDataParallel) -> Any:
     return registered(form, ddp, ADAMW) if form in FORMS[1:] else ADAMW(ddp.parameters())
 
 
-def _trained(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(
+    "batched_grad_copy" not in inspect.signature(DistributedDataParallel).parameters, reason="DDP has none of them"
+)
+@on_ranks(2)
+def test_every_form_equals_plain_ddp_in_every_bit_under_each_option(rank: int, world_size: int) -> None:
     for name, (case, options) in OPTIONS.items():
         if name not in inspect.signature(DistributedDataParallel).parameters:
             continue
@@ -43,10 +45,3 @@ def _trained(rank: int, world_size: int) -> None:
             records[form] = losses, list(ddp.parameters()), list(ddp.buffers())
         for form in FORMS:
             assert_parity(records[form], records["plain"], what=f"{name}, {form}")
-
-
-@pytest.mark.skipif(
-    "batched_grad_copy" not in inspect.signature(DistributedDataParallel).parameters, reason="DDP has none of them"
-)
-def test_every_form_equals_plain_ddp_in_every_bit_under_each_option() -> None:
-    run_ranks(_trained, 2)

@@ -1,7 +1,5 @@
 """An optimizer is known or declared, and its parts agree on what they write to its groups."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -13,7 +11,7 @@ from tools.check_optimizer import check
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -121,7 +119,8 @@ def _whole(way: str) -> str:
     return rf"overlap\.declare\({{name}}, \"parameter\"\).*{way}Step\(OverlappedOptimizer\(optimizer\), deferred=True\)"
 
 
-def _undeclared(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_not_declared_is_refused_before_any_collective_with_both_remedies(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model())
     for cls, of in ((SignSGD, ""), (_Careful, "; AdamW is")):
         match = _whole("").format(name=cls.__name__)
@@ -149,10 +148,6 @@ def _undeclared(rank: int, world_size: int) -> None:
     chain(AllReduce(), Step(OverlappedOptimizer(mine(ddp.parameters())))).register(ddp).remove()
 
 
-def test_what_is_not_declared_is_refused_before_any_collective_with_both_remedies() -> None:
-    run_ranks(_undeclared, 2)
-
-
 # Groups.
 
 
@@ -169,7 +164,8 @@ def _options(optimizer: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _counters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_counts_of_steps_in_groups_and_attributes_are_plain_ddps_in_every_form(rank: int, world_size: int) -> None:
     plain = wrap(MLP.model(), **MLP.ddp_options())
     reference: Any = Counting(_groups(plain.module))
     histories = []
@@ -194,7 +190,3 @@ def _counters(rank: int, world_size: int) -> None:
             assert_parity(_options(optimizer), options, what=f"groups of {name}, step {step}")
         inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.optimizer
         assert inner.calls == STEPS, name
-
-
-def test_counts_of_steps_in_groups_and_attributes_are_plain_ddps_in_every_form() -> None:
-    run_ranks(_counters, 2)

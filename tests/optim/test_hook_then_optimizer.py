@@ -1,14 +1,12 @@
 """`hook_then_optimizer` as PyTorch has it: the optimizer is plain or functional, and nobody calls `step()`."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
 import torch
 from step_loops import SGD, NoScheduler, plain_ddp
 
-from harness import assert_parity, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     OptimizerHookState,
@@ -35,7 +33,8 @@ def _trained_by_backward_alone(rank: int, ddp: Any) -> Parameters:
     return parameters
 
 
-def _in_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_functional_optimizer_updates_in_backward_also_parameters_that_come(rank: int, world_size: int) -> None:
     functional = functools.partial(FunctionalSGD, **SGD.keywords)
     reference = _reference(rank)
     for is_late in (False, True):
@@ -49,7 +48,3 @@ def _in_backward(rank: int, world_size: int) -> None:
                 register(ddp, hook)
             candidate = _trained_by_backward_alone(rank, ddp)
             assert_parity(candidate, reference, what=f"without parameters at first: {is_late}, {with_ddp_itself=}")
-
-
-def test_a_functional_optimizer_updates_in_backward_also_parameters_that_come() -> None:
-    run_ranks(_in_backward, 2)

@@ -1,7 +1,5 @@
 """Small models: stages on autograd's thread, without a worker."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 from unittest import mock
@@ -10,7 +8,7 @@ import torch
 from step_loops import backward, registered
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from harness.models import MLP
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
 from overlap.hooks.engine import executors
@@ -52,17 +50,15 @@ def _which() -> None:
     assert runs_inline(frozen)
 
 
-def _small_models(rank: int, world_size: int) -> None:
+@on_ranks(2, env=INLINE)
+def test_a_small_model_has_no_thread_and_which_models_are_small(rank: int, world_size: int) -> None:
+    """The parity of inline passes is shown by the inline forms of the corpus and of the lifecycle."""
     _has_no_thread(rank)
     _which()
 
 
-def test_a_small_model_has_no_thread_and_which_models_are_small() -> None:
-    """The parity of inline passes is shown by the inline forms of the corpus and of the lifecycle."""
-    run_ranks(_small_models, 2, env=INLINE)
-
-
-def _under_autocast(rank: int, world_size: int) -> None:
+@on_ranks(2, env=INLINE)
+def test_a_backward_under_autocast_does_not_have_the_update_under_it(rank: int, world_size: int) -> None:
     losses: dict[str, list[torch.Tensor]] = {}
     for way in ("plain", "overlapped"):
         ddp = wrap(MLP.model())
@@ -78,7 +74,3 @@ def _under_autocast(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
         losses[way] = [parameter.detach().clone() for parameter in ddp.parameters()]
     assert_parity(losses["overlapped"], losses["plain"], what="Adafactor")
-
-
-def test_a_backward_under_autocast_does_not_have_the_update_under_it() -> None:
-    run_ranks(_under_autocast, 2, env=INLINE)

@@ -1,8 +1,6 @@
 """Optimizers of torch.optim whose fused kernels are called directly equal their own step() bit for bit, whatever the
 loop does to groups and state between steps: without DDP, and a few with it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Mapping
@@ -14,7 +12,7 @@ from step_loops import backward, plain_ddp, registered, settle
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from harness.models import MLP
 from overlap.optim.stepper import SubsetStepper, Verdict
 
@@ -200,7 +198,8 @@ def test_what_is_not_a_fused_kernel_is_left_to_the_class(name: str) -> None:
         assert candidate.twins == 8
 
 
-def _with_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_form_equals_plain_ddp_also_after_loading(rank: int, world_size: int) -> None:
     for cls, options in (FUSED["AdamW, amsgrad"], FUSED["SGD, Nesterov"]):
         make = functools.partial(cls, **options, fused=True)
         for form in ("interleaved", "deferred", "zero", "zero deferred"):
@@ -221,7 +220,3 @@ def _with_ddp(rank: int, world_size: int) -> None:
                     optimizer.load_state_dict(saved)
                 what = f"{cls.__name__}, {form}, step {step}"
                 assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=what)
-
-
-def test_every_form_equals_plain_ddp_also_after_loading() -> None:
-    run_ranks(_with_ddp, 2)

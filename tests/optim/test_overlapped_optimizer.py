@@ -1,7 +1,5 @@
 """`OverlappedOptimizer` as an optimizer: its copies, its state, what it can wrap, and a part of it in backward."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -13,7 +11,7 @@ import torch
 from step_loops import ADAMW, SGD, overlapped_ddp, plain_ddp
 from torch import nn
 
-from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, overlapped_step, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -56,7 +54,8 @@ def test_what_cannot_be_overlapped_is_refused_by_name(optimizer: Any, error: typ
         OverlappedOptimizer(optimizer)
 
 
-def _through_distributed_checkpoint(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_distributed_checkpoint_loads_into_a_fresh_optimizer(rank: int, world_size: int) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     ddp, overlapped, _ = overlapped_ddp(MLP, ADAMW)
@@ -66,10 +65,6 @@ def _through_distributed_checkpoint(rank: int, world_size: int) -> None:
     set_state_dict(ddp, fresh, model_state_dict=model_state, optim_state_dict=optimizer_state)
     assert_parity(fresh.state_dict()["state"], overlapped.state_dict()["state"], what="state by way of DCP")
     train(ddp, fresh, MLP.batches(rank, steps=2), step_fn=overlapped_step, min_buckets=1)
-
-
-def test_torchs_distributed_checkpoint_loads_into_a_fresh_optimizer() -> None:
-    run_ranks(_through_distributed_checkpoint, 2)
 
 
 # In the middle of backward.
@@ -89,7 +84,8 @@ class _NeedsALateWeight(nn.Module):
         return self.late(self.middle(hidden))
 
 
-def _updated_too_early(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_updated_weight_that_backward_still_needs_is_autograds_error(rank: int, world_size: int) -> None:
     for implementation in ({"foreach": True}, {"fused": True}):
         ddp = wrap(_NeedsALateWeight())
         optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), **implementation))
@@ -100,14 +96,11 @@ def _updated_too_early(rank: int, world_size: int) -> None:
             ddp(torch.ones(4, 16)).sum().backward()
 
 
-def test_an_updated_weight_that_backward_still_needs_is_autograds_error() -> None:
-    run_ranks(_updated_too_early, 2)
-
-
 # A part of the model.
 
 
-def _rest_averaged(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_with_a_plain_optimizer_all_keep_their_averaged_gradients(rank: int, world_size: int) -> None:
     batch = MLP.batch(0, rank)
     reference, _ = plain_ddp(MLP, SGD)
     mean_squared_error(reference, batch).backward()
@@ -117,10 +110,6 @@ def _rest_averaged(rank: int, world_size: int) -> None:
     mean_squared_error(ddp, batch).backward()
     candidate, expected = ([p.grad.clone() for p in model.parameters()] for model in (ddp, reference))
     assert_parity(candidate, expected, what="averaged gradients of all")
-
-
-def test_with_a_plain_optimizer_all_keep_their_averaged_gradients() -> None:
-    run_ranks(_rest_averaged, 2)
 
 
 def test_params_must_be_the_optimizers() -> None:
@@ -139,7 +128,8 @@ class _Arguments(torch.optim.SGD):
         return super().step(closure)
 
 
-def _with_arguments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_arguments_of_step_reach_a_deferred_step(rank: int, world_size: int) -> None:
     batches = MLP.batches(rank, steps=4)
 
     def halved(ddp: Any, optimizer: Any, batch: Any, loss_of: Any) -> Any:
@@ -153,7 +143,3 @@ def _with_arguments(rank: int, world_size: int) -> None:
     reference = train(*plain_ddp(MLP, make), batches, step_fn=halved)
     ddp, overlapped, _ = overlapped_ddp(MLP, make, deferred=True)
     assert_parity(train(ddp, overlapped, batches, step_fn=halved), reference, what="step(factor=0.5), deferred")
-
-
-def test_other_arguments_of_step_reach_a_deferred_step() -> None:
-    run_ranks(_with_arguments, 2)

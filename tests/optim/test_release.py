@@ -4,8 +4,6 @@ A matrix runs in one world of ranks and names the cell that fails. Random loops 
 corpus of loops.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import time
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measuring import MemoryMeter
-from harness import assert_parity, plain_step, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, plain_step, run_ranks, train, wrap
 from harness.models import DTYPES, MLP, TIED, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
@@ -126,7 +124,8 @@ CELLS: list[tuple[str, Case, dict[str, Any]]] = [
 ]
 
 
-def _equal(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120)
+def test_updates_equal_plain_ddps(rank: int, world_size: int) -> None:
     for form, case, options in CELLS:
         batches = case.batches(rank, steps=5)
         reference = wrapped(case, **options)
@@ -138,10 +137,6 @@ def _equal(rank: int, world_size: int) -> None:
         assert_parity(found, expected, what=f"{form}, {case}, {options}, rank {rank}")
 
 
-def test_updates_equal_plain_ddps() -> None:
-    run_ranks(_equal, 2, timeout_s=120)
-
-
 def _same(what: str, trained: Callable[[dict[str, Any]], Any]) -> None:
     """Compares what ``trained`` returns with the update's options, a model, with and without release."""
     kept, released = trained({}), trained(RELEASED)
@@ -149,7 +144,8 @@ def _same(what: str, trained: Callable[[dict[str, Any]], Any]) -> None:
     assert_parity(*([parameter.detach() for parameter in ddp.parameters()] for ddp in (released, kept)), what=what)
 
 
-def _chains(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_chain_is_the_same(rank: int, world_size: int) -> None:
     def quantized(options: dict[str, Any]) -> Any:
         ddp = wrapped()
         optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
@@ -168,11 +164,8 @@ def _chains(rank: int, world_size: int) -> None:
     _same("clipped, skipping", clipped)
 
 
-def test_a_chain_is_the_same() -> None:
-    run_ranks(_chains, 2)
-
-
-def _in_part(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_no_update_releases_is_kept(rank: int, world_size: int) -> None:
     """A bucket with a parameter that no update has, or one that releases nothing, is kept and stays readable."""
     ddp = wrapped()
     *most, weight, bias = ddp.parameters()
@@ -186,10 +179,6 @@ def _in_part(rank: int, world_size: int) -> None:
         for optimizer in both:
             optimizer.step()
     assert 1 <= kept_buckets(ddp, most=3) <= 3 < len(held_bytes(ddp))
-
-
-def test_what_no_update_releases_is_kept() -> None:
-    run_ranks(_in_part, 2)
 
 
 _WIDTH, _LAYERS = 512, 24
@@ -232,7 +221,8 @@ def test_gradients_do_not_add_to_the_peak() -> None:
 # Which buckets get memory, and when.
 
 
-def _local_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backward_under_no_sync_fills_no_bucket(rank: int, world_size: int) -> None:
     for form, case in (("interleaved", MLP), ("zero", UNUSED_ON_SOME_RANKS)):
         ddp = wrapped(case)
         optimizer = registered(form, ddp, **RELEASED)
@@ -244,10 +234,6 @@ def _local_gradients(rank: int, world_size: int) -> None:
                 assert is_released(ddp), f"{form}, {case}: gradients under no_sync are not in the buckets"
                 assert any(parameter.grad is not None for parameter in ddp.parameters())
             trains(ddp, optimizer, rank, range(start + 2, start + 3), case)
-
-
-def test_a_backward_under_no_sync_fills_no_bucket() -> None:
-    run_ranks(_local_gradients, 2)
 
 
 def _loss(ddp: Any, step: int, rank: int) -> Tensor:
@@ -272,7 +258,8 @@ def _module_between(ddp: Any, step: int, rank: int) -> Tensor:
     return _loss(ddp, step, rank)
 
 
-def _synchronized_after_all(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_whatever_forward_a_synchronized_backward_has_its_buckets_are_filled(rank: int, world_size: int) -> None:
     """Forwards of which the registration is not notified, and others between a forward and its backward."""
     for loss in (_directly, _another_between, _module_between):
 
@@ -288,14 +275,13 @@ def _synchronized_after_all(rank: int, world_size: int) -> None:
         _same(loss.__name__, trained)
 
 
-def test_whatever_forward_a_synchronized_backward_has_its_buckets_are_filled() -> None:
-    run_ranks(_synchronized_after_all, 2)
-
-
 # Failures and ends.
 
 
-def _fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_trains_on_after_a_failure_and_is_as_before_when_the_registration_is_removed(
+    rank: int, world_size: int
+) -> None:
     for form in ("interleaved", "zero in forward"):
         ddp = wrapped()
         optimizer = registered(form, ddp, **RELEASED)
@@ -325,11 +311,8 @@ def _fails(rank: int, world_size: int) -> None:
         assert not any(parameter._backward_hooks for parameter in ddp.parameters())
 
 
-def test_a_model_trains_on_after_a_failure_and_is_as_before_when_the_registration_is_removed() -> None:
-    run_ranks(_fails, 2)
-
-
-def _collected(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_is_collected_whatever_its_gradients_are(rank: int, world_size: int) -> None:
     """Also between backward and step(), where gradients are read-only."""
     for form, options in (("interleaved", {}), ("automatic", RELEASED), ("zero in forward", RELEASED)):
         ddp = wrapped()
@@ -352,10 +335,6 @@ def _collected(rank: int, world_size: int) -> None:
         torch.distributed.barrier()
 
 
-def test_a_model_is_collected_whatever_its_gradients_are() -> None:
-    run_ranks(_collected, 2)
-
-
 # Refusals.
 
 
@@ -365,7 +344,8 @@ def test_an_update_that_needs_all_gradients_is_refused() -> None:
         Step(optimizer, release_gradients=True, deferred=True)
 
 
-def _registration_is_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_whose_gradients_cannot_be_released_is_refused(rank: int, world_size: int) -> None:
     for ddp, error, match in (
         (
             wrap(nn.Linear(4, 4, dtype=torch.complex64), gradient_as_bucket_view=True),
@@ -386,10 +366,6 @@ def _registration_is_refused(rank: int, world_size: int) -> None:
         backward(ddp, 0, rank)
 
 
-def test_a_model_whose_gradients_cannot_be_released_is_refused() -> None:
-    run_ranks(_registration_is_refused, 2)
-
-
 # Memory in use is not released.
 
 
@@ -400,7 +376,8 @@ KEEPERS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-def _kept_in_a_stage(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_bucket_that_a_stage_keeps_has_its_memory_until_it_is_dropped(rank: int, world_size: int) -> None:
     for what, keep in KEEPERS.items():
         for when in (0, 3):
             kept: list[Tensor] = []
@@ -424,11 +401,10 @@ def _kept_in_a_stage(rank: int, world_size: int) -> None:
             assert_equal_ranks(ddp)
 
 
-def test_a_bucket_that_a_stage_keeps_has_its_memory_until_it_is_dropped() -> None:
-    run_ranks(_kept_in_a_stage, 2)
-
-
-def _unused_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_mean_of_what_this_rank_has_not_used_is_not_released_before_it_is_applied(
+    rank: int, world_size: int
+) -> None:
     def trained(options: dict[str, Any]) -> Any:
         ddp = wrapped(UNUSED_ON_SOME_RANKS)
         optimizer = registered("interleaved", ddp, **options)
@@ -445,7 +421,3 @@ def _unused_on_one_rank(rank: int, world_size: int) -> None:
         return ddp
 
     _same("unused", trained)
-
-
-def test_the_mean_of_what_this_rank_has_not_used_is_not_released_before_it_is_applied() -> None:
-    run_ranks(_unused_on_one_rank, 2)

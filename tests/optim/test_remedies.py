@@ -4,8 +4,6 @@ Each row is a loop that is refused, and what the message names for it: another f
 The remedy is run in the same situation, and must give plain DDP's parameters bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from step_loops import ADAMW, SGD, registered, settle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness import run_ranks, wrap
+from harness import on_ranks, run_ranks, wrap
 from harness.models import MLP
 from overlap import OverlapError, TrainingLoopError, ZeroRedundancyOptimizer, allreduce_hook, hook_with_zero_step
 
@@ -334,7 +332,10 @@ def _checkpointed(form: str, rank: int, *, tied: bool = True, use_reentrant: boo
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-def _reentrant(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_comes_after_a_reentrant_checkpoint_is_refused_and_both_remedies_are_exact(
+    rank: int, world_size: int
+) -> None:
     remedies: list[dict[str, Any]] = [{"use_reentrant": False}, {"static_graph": True}, {"tied": False}]
     for form in ("interleaved", "automatic", "deferred", "zero", "zero deferred", ZERO_WHOLE):
         with pytest.raises(
@@ -344,7 +345,3 @@ def _reentrant(rank: int, world_size: int) -> None:
         for remedy in remedies:
             expected, got = _checkpointed("plain", rank, **remedy), _checkpointed(form, rank, **remedy)
             assert all(map(torch.equal, expected, got)), (form, remedy)
-
-
-def test_a_gradient_that_comes_after_a_reentrant_checkpoint_is_refused_and_both_remedies_are_exact() -> None:
-    run_ranks(_reentrant, 2)

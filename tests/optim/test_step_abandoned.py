@@ -1,8 +1,6 @@
 """An error of the model's own in backward, on one rank or on all: every rank raises at once, and the model can be used
 again."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from step_loops import registered
 from torch import Tensor, nn
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from overlap import AllReduce, PeerError, chain
 
 # The form, the layer behind which backward raises, the size of a bucket in layers, and the ranks on which it raises.
@@ -54,7 +52,20 @@ class _Net(nn.Module):
         return x
 
 
-def _fails(rank: int, world_size: int) -> None:
+def _check_failure(error: Exception | None, seconds: float, optimizer: Any, *, is_own: bool) -> None:
+    assert seconds < 8
+    if is_own:
+        assert isinstance(error, ValueError)
+        assert "the dog ate it" in str(error)
+    else:
+        assert isinstance(error, PeerError), repr(error)
+        assert "rank 1: AbandonedBackwardError: backward ended with an error outside of the stages" in str(error)
+    with pytest.raises(RuntimeError, match="the last backward or update raised"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_an_error_in_one_ranks_backward_is_an_error_on_every_rank_at_once(rank: int, world_size: int) -> None:
     for form, place, layers, failing in CASES:
         torch.manual_seed(0)
         ddp = wrap(_Net(), bucket_cap_mb=layers * 1100 / 2**20)
@@ -86,23 +97,10 @@ def _fails(rank: int, world_size: int) -> None:
         assert torch.equal(gathered[0], gathered[1])
 
 
-def _check_failure(error: Exception | None, seconds: float, optimizer: Any, *, is_own: bool) -> None:
-    assert seconds < 8
-    if is_own:
-        assert isinstance(error, ValueError)
-        assert "the dog ate it" in str(error)
-    else:
-        assert isinstance(error, PeerError), repr(error)
-        assert "rank 1: AbandonedBackwardError: backward ended with an error outside of the stages" in str(error)
-    with pytest.raises(RuntimeError, match="the last backward or update raised"):
-        optimizer.step()
-
-
-def test_an_error_in_one_ranks_backward_is_an_error_on_every_rank_at_once() -> None:
-    run_ranks(_fails, 2)
-
-
-def _removed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_after_an_error_before_the_first_bucket_the_model_works_with_a_chain_and_without(
+    rank: int, world_size: int
+) -> None:
     """After an error before the first bucket plain DDP goes on, and equals a model that never had a chain."""
     torch.manual_seed(0)
     ddp, reference = wrap(_Net()), wrap(_Net())
@@ -122,7 +120,3 @@ def _removed(rank: int, world_size: int) -> None:
             model(torch.full((4, 16), rank + step + 1.0)).square().sum().backward()
         for ours, plain in zip(ddp.parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours.grad, plain.grad)  # type: ignore[arg-type]
-
-
-def test_after_an_error_before_the_first_bucket_the_model_works_with_a_chain_and_without() -> None:
-    run_ranks(_removed, 2)

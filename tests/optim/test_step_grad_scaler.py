@@ -1,7 +1,5 @@
 """`GradScaler` with a deferred update: what it skips, unscales and clips is as with plain DDP."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 from step_loops import overlapped_ddp, plain_ddp, registered
 
-from harness import Record, assert_parity, run_ranks, train, wrap
+from harness import Record, assert_parity, on_ranks, train, wrap
 from harness.models import MLP, Batch
 from overlap import Join, TrainingLoopError
 
@@ -52,7 +50,8 @@ def _scaled(rank: int, ddp: Any, optimizer: Any, *, zero_grad: bool = False, cli
     return records
 
 
-def _deferred(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_that_overflows_is_skipped_and_others_are_unscaled(rank: int, world_size: int) -> None:
     for clips, implementation in itertools.product((False, True), ({"foreach": True}, {"fused": True})):
         make = functools.partial(torch.optim.AdamW, lr=0.01, **implementation)
         ddp, overlapped, _ = overlapped_ddp(MLP, make, deferred=True)
@@ -61,11 +60,8 @@ def _deferred(rank: int, world_size: int) -> None:
         assert_parity(candidate, reference, what=f"GradScaler, {clips=}, {implementation}")
 
 
-def test_a_step_that_overflows_is_skipped_and_others_are_unscaled() -> None:
-    run_ranks(_deferred, 2)
-
-
-def _under_join(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_scaler_under_join_is_refused_on_every_rank(rank: int, world_size: int) -> None:
     for form in ("deferred", "zero deferred"):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optimizer, scaler = registered(form, ddp), torch.amp.GradScaler("cpu")
@@ -79,7 +75,3 @@ def _under_join(rank: int, world_size: int) -> None:
 
         with pytest.raises(TrainingLoopError, match=r"decides after backward.*leave the scaler out under Join"):
             loop()
-
-
-def test_a_scaler_under_join_is_refused_on_every_rank() -> None:
-    run_ranks(_under_join, 2)

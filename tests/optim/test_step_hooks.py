@@ -1,7 +1,5 @@
 """Step hooks of all optimizers beside plain DDP; those of one are in the corpus of loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from step_loops import SGD, NoScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness import Record, assert_parity, overlapped_step, plain_step, run_ranks, train, wrap
+from harness import Record, assert_parity, on_ranks, overlapped_step, plain_step, train, wrap
 from harness.models import MLP
 from overlap import AllReduce, OverlappedOptimizer, Step, UnsupportedError, chain
 
@@ -52,18 +50,16 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _hooks_are_exact(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_step_hooks_do_what_they_do_beside_plain_ddp_in_every_form_that_takes_them(rank: int, world_size: int) -> None:
     for name, hook in HOOKS.items():
         reference = _trained(rank, hook, "plain")
         for form in ("interleaved", "deferred") if "post-hook" in name else ("deferred",):
             assert_parity(_trained(rank, hook, form), reference, what=f"{name}, {form}")
 
 
-def test_step_hooks_do_what_they_do_beside_plain_ddp_in_every_form_that_takes_them() -> None:
-    run_ranks(_hooks_are_exact, 2)
-
-
-def _pre_hooks_are_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_pre_hooks_are_refused_where_the_update_is_made_before_they_could_run(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model())
     optimizer = SGD(ddp.parameters())
     handle = register_optimizer_step_pre_hook(_decay)
@@ -71,7 +67,3 @@ def _pre_hooks_are_refused(rank: int, world_size: int) -> None:
         with pytest.raises(UnsupportedError, match=r"the step pre-hook _decay must run before .*deferred=True"):
             chain(AllReduce(), made).register(ddp)
     handle.remove()
-
-
-def test_pre_hooks_are_refused_where_the_update_is_made_before_they_could_run() -> None:
-    run_ranks(_pre_hooks_are_refused, 2)

@@ -1,7 +1,5 @@
 """Calls in an order that loses or repeats an update are errors, and the loop can go on after them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 import torch.distributed as dist
 from step_loops import backward, registered
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP
 from overlap import TrainingLoopError
 
@@ -50,16 +48,14 @@ def _unreduced(rank: int, world_size: int, form: str) -> None:
         torch.testing.assert_close(parameter.detach(), old - 0.1 * (gradient / world_size + 0.01 * old))
 
 
-def _each_unreduced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_on_gradients_that_were_not_reduced_is_an_error_that_names_the_cause(rank: int, world_size: int) -> None:
     for form in ("interleaved", "deferred", "zero", "zero deferred"):
         _unreduced(rank, world_size, form)
 
 
-def test_a_step_on_gradients_that_were_not_reduced_is_an_error_that_names_the_cause() -> None:
-    run_ranks(_each_unreduced, 2)
-
-
-def _second_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_second_backward_before_step_is_an_error_with_the_remedy(rank: int, world_size: int) -> None:
     for form, remedy in (
         ("interleaved", r"use Step\(optimizer, deferred=True\).*; or call"),
         ("zero", "call zero.step"),
@@ -71,11 +67,8 @@ def _second_backward(rank: int, world_size: int) -> None:
         optimizer.zero_grad()
 
 
-def test_a_second_backward_before_step_is_an_error_with_the_remedy() -> None:
-    run_ranks(_second_backward, 2)
-
-
-def _missed_parameters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_a_backward_misses_or_ddp_does_not_reduce_are_named_by_step(rank: int, world_size: int) -> None:
     ddp, optimizer = _form("interleaved")
     for step in range(3):
         backward(ddp, step, rank)
@@ -92,7 +85,3 @@ def _missed_parameters(rank: int, world_size: int) -> None:
     backward(ddp, 0, rank)
     with pytest.raises(TrainingLoopError, match=r"not reduced over ranks \(0\.weight \(and 1 other\)\)"):
         optimizer.step()
-
-
-def test_parameters_that_a_backward_misses_or_ddp_does_not_reduce_are_named_by_step() -> None:
-    run_ranks(_missed_parameters, 2)

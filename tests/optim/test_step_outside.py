@@ -1,7 +1,5 @@
 """Gradients of another loss, and those that a loop without zero_grad() leaves outside of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from step_loops import SGD, assert_equal_ranks, backward, registered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from harness.models import MLP
 from overlap import AllReduce, Join, OverlappedOptimizer, Step, TrainingLoopError, chain
 
@@ -23,7 +21,8 @@ def _model() -> tuple[Any, nn.Linear]:
     return wrap(model, **MLP.ddp_options()), nn.Linear(16, 16)
 
 
-def _outside(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_step_applies_outside_of_the_model_is_cleared_by_it(rank: int, world_size: int) -> None:
     for deferred in (False, True):
         (reference, their_head), (ddp, head) = _model(), _model()
         plain = SGD([*reference.parameters(), *their_head.parameters()])
@@ -45,10 +44,6 @@ def _outside(rank: int, world_size: int) -> None:
         assert_parity(head.state_dict(), their_head.state_dict(), what="outside")
 
 
-def test_what_step_applies_outside_of_the_model_is_cleared_by_it() -> None:
-    run_ranks(_outside, 2)
-
-
 def _under_join(rank: int, form: str, *, discards: bool = False) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     optimizer = registered(form, ddp)
@@ -62,7 +57,8 @@ def _under_join(rank: int, form: str, *, discards: bool = False) -> None:
     assert_equal_ranks(ddp)
 
 
-def _skipped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backward_of_another_loss_is_discarded_and_the_remedy_is_named(rank: int, world_size: int) -> None:
     for form in ("interleaved", "zero"):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optimizer = registered(form, ddp)
@@ -80,7 +76,3 @@ def _skipped(rank: int, world_size: int) -> None:
         _under_join(rank, "interleaved", discards=True)
     with pytest.raises(TrainingLoopError, match=r"skip_update\(\) under Join.*deferred=True"):
         _under_join(rank, "zero")
-
-
-def test_a_backward_of_another_loss_is_discarded_and_the_remedy_is_named() -> None:
-    run_ranks(_skipped, 2)

@@ -1,14 +1,12 @@
 """A loop that is refused on one rank: the others learn of it where they wait for that rank, and all can go on."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
 import torch.distributed as dist
 from step_loops import assert_equal_ranks, backward, registered
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP
 from overlap import PeerError, TrainingLoopError
 
@@ -45,10 +43,7 @@ def _refused_on_rank_1(rank: int, form: str, refused_step: int) -> None:
     assert_equal_ranks(ddp)
 
 
-def _each(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)
+def test_a_step_that_is_refused_on_one_rank_is_told_to_the_others_and_all_go_on(rank: int, world_size: int) -> None:
     for form, refused_step in (("interleaved", 0), ("zero", 2)):  # Before DDP compares buckets, and later.
         _refused_on_rank_1(rank, form, refused_step)
-
-
-def test_a_step_that_is_refused_on_one_rank_is_told_to_the_others_and_all_go_on() -> None:
-    run_ranks(_each, 2, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)

@@ -1,7 +1,5 @@
 """Which model an optimizer is registered with: none, one that is gone, another DDP of the same module."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -13,7 +11,7 @@ from step_loops import SGD, NoScheduler, overlapped_ddp, plain_ddp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, overlapped_step, run_ranks, train, wrap
 from harness.models import BUCKET_CAP_MB, MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -38,7 +36,10 @@ def _with_gradients(overlapped: OverlappedOptimizer) -> OverlappedOptimizer:
     return overlapped
 
 
-def _copies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_not_registered_updates_nothing_and_what_was_removed_steps_like_the_plain_one(
+    rank: int, world_size: int
+) -> None:
     ddp, overlapped, registration = overlapped_ddp(MLP, SGD)
     train(ddp, overlapped, MLP.batches(rank, steps=2), step_fn=overlapped_step, scheduler=NoScheduler)
     forgotten = OverlappedOptimizer(SGD(wrap(MLP.model()).parameters()))
@@ -57,10 +58,6 @@ def _copies(rank: int, world_size: int) -> None:
         assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_what_is_not_registered_updates_nothing_and_what_was_removed_steps_like_the_plain_one() -> None:
-    run_ranks(_copies, 2)
-
-
 def test_zero_gradients_make_the_state_before_anything_is_registered() -> None:
     layer = nn.Linear(2, 2)
     overlapped = OverlappedOptimizer(torch.optim.AdamW(layer.parameters(), lr=0.0))
@@ -70,7 +67,8 @@ def test_zero_gradients_make_the_state_before_anything_is_registered() -> None:
     assert len(overlapped.state) == 2
 
 
-def _refused_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_the_optimizer_does_not_fit_is_refused(rank: int, world_size: int) -> None:
     first, second = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
     with pytest.raises(ConfigurationError, match="no parameter of this model; build it from"):
         chain(AllReduce(), Step(SGD(second.parameters()))).register(first)
@@ -84,11 +82,8 @@ def _refused_models(rank: int, world_size: int) -> None:
         stages.register(second)
 
 
-def test_a_model_that_the_optimizer_does_not_fit_is_refused() -> None:
-    run_ranks(_refused_models, 2)
-
-
-def _second_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_second_ddp_of_the_same_module_needs_the_first_one_removed_or_gone(rank: int, world_size: int) -> None:
     module = MLP.model()
     for automatic in (False, True):
         first = DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB)
@@ -107,11 +102,8 @@ def _second_ddp(rank: int, world_size: int) -> None:
         chain(AllReduce(), Step(optimizer)).register(second).remove()
 
 
-def test_a_second_ddp_of_the_same_module_needs_the_first_one_removed_or_gone() -> None:
-    run_ranks(_second_ddp, 2)
-
-
-def _wrong_step(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_wrapped_optimizers_own_step_is_refused_while_a_stage_updates_with_it(rank: int, world_size: int) -> None:
     for deferred in (False, True):
         ddp, overlapped, registration = overlapped_ddp(MLP, SGD, deferred=deferred)
         (batch,) = MLP.batches(rank, steps=1)
@@ -123,11 +115,8 @@ def _wrong_step(rank: int, world_size: int) -> None:
         overlapped.optimizer.step()
 
 
-def test_the_wrapped_optimizers_own_step_is_refused_while_a_stage_updates_with_it() -> None:
-    run_ranks(_wrong_step, 2)
-
-
-def _outlived(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_guard_of_a_plain_optimizer_ends_with_the_model(rank: int, world_size: int) -> None:
     batches = MLP.batches(rank, steps=4)
     reference = train(*plain_ddp(MLP, SGD), batches, scheduler=NoScheduler)
     module = MLP.model()
@@ -146,10 +135,6 @@ def _outlived(rank: int, world_size: int) -> None:
     gc.enable()
     assert_parity(records[-1].parameters, reference[-1].parameters, what="a new plain loop with the same optimizer")
     assert len(kept) == 2
-
-
-def test_the_guard_of_a_plain_optimizer_ends_with_the_model() -> None:
-    run_ranks(_outlived, 2)
 
 
 def _other_hyperparameters(rank: int, world_size: int) -> list[str]:

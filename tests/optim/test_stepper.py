@@ -1,7 +1,5 @@
 """Stepping a part of an optimizer's parameters, without DDP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The functional optimizers beside the `torch.optim` classes of their names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each world of ranks runs many cases, one after another; a failed one is reported by its name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from overlap import ConfigurationError, PeerError, Plan
 from overlap._torch.c10d import issued
 from overlap.plan import choice, race
@@ -480,15 +478,12 @@ def _out_of_memory(rank: int, method: str, where: str) -> None:
     assert raced == {"ddp", "step", "zero", "zero-forward"} - {method}
 
 
-def _some_ranks(rank: int, world_size: int) -> None:
+@on_ranks(3, group_timeout_s=20)
+def test_ranks_in_different_numbers_of_groups_race(rank: int, world_size: int) -> None:
     some = dist.new_group([1, 2])
     dist.new_group([0, 1])
     if rank:
         _chosen(rank, process_group=some, allow="exact")
-
-
-def test_ranks_in_different_numbers_of_groups_race() -> None:
-    run_ranks(_some_ranks, 3, group_timeout_s=20)
 
 
 def test_an_error_a_difference_and_full_memory_on_one_rank_are_so_on_all() -> None:

@@ -1,7 +1,5 @@
 """The race and its decision, on a clock that only the steps move: which candidates meet, and which one is chosen."""
 
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Calls of quantized collectives: tensors of every shape, arguments that do not fit, ranks that call other things."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness import run_ranks
+from harness import on_ranks
 from overlap import CollectiveError, ConfigurationError, DQuantType, UnsupportedError, auto_quantize
 
 GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,17 +64,14 @@ def _every_collective(make: Callable[[int], Tensor], kind: DQuantType, rank: int
         _check("all_to_all_single of some", [into], [float(rank + 1)])
 
 
-def _every_shape(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_every_collective_takes_tensors_of_every_shape(rank: int, ranks: int) -> None:
     for name, make in MAKE.items():
         try:
             _every_collective(make, DQuantType.INT8, rank, ranks)
         except Exception as error:
             error.add_note(name)
             raise
-
-
-def test_every_collective_takes_tensors_of_every_shape() -> None:
-    run_ranks(_every_shape, 2)
 
 
 # Refused -----------------------------------------------------------------------------------------------------
@@ -99,7 +94,8 @@ def test_pytorchs_own_types_are_taken() -> None:
         assert auto_quantize(dist.all_reduce, kind).__name__ == "all_reduce"  # type: ignore[arg-type]
 
 
-def _refuses(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_an_argument_that_does_not_fit_is_named(rank: int, ranks: int) -> None:
     gather, reduce, exchange = (
         auto_quantize(one, DQuantType.INT8) for one in (dist.all_gather, dist.all_reduce, dist.all_to_all_single)
     )
@@ -124,11 +120,8 @@ def _refuses(rank: int, ranks: int) -> None:
     assert received.tolist() == [0.0] * (rank + 1) + [1.0] * (rank + 1)
 
 
-def test_an_argument_that_does_not_fit_is_named() -> None:
-    run_ranks(_refuses, 2)
-
-
-def _differ(rank: int, ranks: int) -> None:
+@on_ranks(3)
+def test_new_calls_that_differ_are_an_error_on_every_rank_after_which_they_go_on(rank: int, ranks: int) -> None:
     reduce, scatter = (auto_quantize(one, DQuantType.FP16) for one in (dist.all_reduce, dist.reduce_scatter))
     reduce(torch.ones(8))
     sizes = (9, 12, 9)
@@ -139,7 +132,3 @@ def _differ(rank: int, ranks: int) -> None:
     tensor = torch.full((6,), float(rank))
     reduce(tensor)
     assert tensor.tolist() == [3.0] * 6
-
-
-def test_new_calls_that_differ_are_an_error_on_every_rank_after_which_they_go_on() -> None:
-    run_ranks(_differ, 3)

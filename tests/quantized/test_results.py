@@ -1,7 +1,5 @@
 """Quantized collectives beside the plain ones: results and bytes."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measuring import socket_bytes
-from harness import UNKNOWN_BACKEND, assert_parity, run_ranks
+from harness import UNKNOWN_BACKEND, assert_parity, on_ranks, run_ranks
 from overlap import ConfigurationError, DQuantType, Int4, TopK, auto_quantize
 
 GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,7 +97,8 @@ def test_values_that_the_type_holds_arrive_in_every_bit_and_others_as_close_as_i
     run_ranks(_compare_all, world_size)
 
 
-def _options(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_loss_average_and_group(rank: int, ranks: int) -> None:
     tensor = torch.tensor([8.0])
     auto_quantize(dist.all_reduce, DQuantType.BFP16, 4.0)(tensor)
     assert tensor.item() == 2.0 * ranks
@@ -114,11 +113,8 @@ def _options(rank: int, ranks: int) -> None:
         auto_quantize(dist.all_reduce, DQuantType.INT8)(torch.ones(2), group=alone[1 - rank])
 
 
-def test_loss_average_and_group() -> None:
-    run_ranks(_options, 2)
-
-
-def _saturates(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_finite_values_are_saturated_and_others_stay_visible(rank: int, ranks: int) -> None:
     tensor = torch.tensor([1e6, -1e6, 3.0, math.inf, math.nan, 6e4] if rank == 0 else [0.0] * 5 + [6e4])
     auto_quantize(dist.all_reduce, DQuantType.FP16)(tensor)
     assert tensor[:3].tolist() == [65504.0, -65504.0, 3.0]
@@ -127,10 +123,6 @@ def _saturates(rank: int, ranks: int) -> None:
     gathered = [torch.zeros(1, dtype=torch.float64) for _ in range(ranks)]
     auto_quantize(dist.all_gather, DQuantType.BFP16)(gathered, torch.tensor([1e300], dtype=torch.float64))
     assert all(one.isfinite() and one > 1e38 for one in gathered), "bfloat16 has the range of float32"
-
-
-def test_finite_values_are_saturated_and_others_stay_visible() -> None:
-    run_ranks(_saturates, 2)
 
 
 # Bytes -------------------------------------------------------------------------------------------------------
@@ -158,14 +150,11 @@ def test_an_all_reduce_sends_half_or_a_quarter() -> None:
         assert shares["int8"] <= 0.27
 
 
-def _inline(rank: int, ranks: int) -> None:
+@on_ranks(2, backend=UNKNOWN_BACKEND)
+def test_without_gloo_it_runs_at_once(rank: int, ranks: int) -> None:
     outputs = [torch.zeros(3) for _ in range(ranks)]
     auto_quantize(dist.all_gather, DQuantType.INT8)(outputs, torch.full((3,), rank + 1.0))
     assert [output.tolist() for output in outputs] == [[one + 1.0] * 3 for one in range(ranks)]
-
-
-def test_without_gloo_it_runs_at_once() -> None:
-    run_ranks(_inline, 2, backend=UNKNOWN_BACKEND)
 
 
 # Wires -------------------------------------------------------------------------------------------------------
@@ -173,7 +162,8 @@ def test_without_gloo_it_runs_at_once() -> None:
 STOCHASTIC = Int4(chunk=64, rounding="stochastic")
 
 
-def _through_wires(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_any_wire_serves_as_type(rank: int, ranks: int) -> None:
     by_rank = [torch.randn(3, 333, generator=torch.Generator().manual_seed(one)) for one in range(ranks)]
     gather, reduce = auto_quantize(dist.all_gather, STOCHASTIC), auto_quantize(dist.all_reduce, STOCHASTIC)
     outputs = [torch.empty(3, 333) for _ in range(ranks)]
@@ -196,7 +186,3 @@ def _through_wires(rank: int, ranks: int) -> None:
     sparse[rank::1000] = rank + 1.0
     auto_quantize(dist.all_reduce, TopK(0.01))(sparse)
     assert [sparse[one].item() for one in range(ranks + 1)] == [*(one + 1.0 for one in range(ranks)), 0.0]
-
-
-def test_any_wire_serves_as_type() -> None:
-    run_ranks(_through_wires, 2)

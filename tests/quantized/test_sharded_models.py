@@ -1,7 +1,5 @@
 """FSDP2 shards within a node, and a quantized all-reduce between nodes: the gradients of DDP on all ranks, rounded."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A mistake on one rank, where all are about to issue collectives, is an error on all at once."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import time
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import run_ranks, wrap
+from harness import on_ranks, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -51,7 +49,8 @@ MADE: dict[str, Callable[[Any, bool], Any]] = {
 }
 
 
-def _one_is_wrong(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_a_mistake_on_one_rank_is_an_error_on_all(rank: int, world_size: int) -> None:
     for make in MADE.values():
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         start_s = time.monotonic()
@@ -66,11 +65,8 @@ def _one_is_wrong(rank: int, world_size: int) -> None:
     zero.step()
 
 
-def test_a_mistake_on_one_rank_is_an_error_on_all() -> None:
-    run_ranks(_one_is_wrong, 2, group_timeout_s=_TIMEOUT_S)
-
-
-def _does_not_come(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int) -> None:
     some = {late: dist.new_group(timeout=timedelta(seconds=1)) for late in range(world_size)}
     for late, group in some.items():
         dist.barrier()
@@ -79,11 +75,8 @@ def _does_not_come(rank: int, world_size: int) -> None:
                 agree(group, "compare")
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    run_ranks(_does_not_come, 3)
-
-
-def _is_refused(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_a_refusal_of_rank_0_is_an_error_on_all(rank: int, world_size: int) -> None:
     def decide(values: list[Any]) -> None:
         raise UnsupportedError(f"{values} cannot be compared")
 
@@ -93,10 +86,6 @@ def _is_refused(rank: int, world_size: int) -> None:
             Agreement(dist.group.WORLD, "compare") as one,
         ):
             one.agree(rank, decide)
-
-
-def test_a_refusal_of_rank_0_is_an_error_on_all() -> None:
-    run_ranks(_is_refused, 2, group_timeout_s=_TIMEOUT_S)
 
 
 def _purposes(ddp: Any) -> dict[str, Callable[[], Any]]:
@@ -126,7 +115,8 @@ def _purposes(ddp: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _for_different_purposes(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S, timeout_s=120)
+def test_ranks_that_come_for_different_purposes_learn_of_both(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     purposes = _purposes(ddp)
     for pair in itertools.pairwise(purposes):
@@ -138,10 +128,6 @@ def _for_different_purposes(rank: int, world_size: int) -> None:
         assert time.monotonic() - start_s < _TIMEOUT_S / 2, f"{pair} is told only at the timeout"
     for purpose in ("make a ZeroRedundancyOptimizer", "register a chain", "enter Join"):
         purposes[purpose]()  # And all can go on.
-
-
-def test_ranks_that_come_for_different_purposes_learn_of_both() -> None:
-    run_ranks(_for_different_purposes, 2, group_timeout_s=_TIMEOUT_S, timeout_s=120)
 
 
 class _LooksOnceTooEarly:

@@ -1,7 +1,5 @@
 """What a rank reports on a board, and what the others make of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

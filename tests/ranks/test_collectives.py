@@ -1,7 +1,5 @@
 """Where a collective on the user's own group fails, the error is ours."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

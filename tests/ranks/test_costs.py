@@ -1,7 +1,5 @@
 """What ranks ask the store, and which groups they make, does not grow with their number."""
 
-from __future__ import annotations
-
 import collections
 import socket
 import threading

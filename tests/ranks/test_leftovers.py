@@ -1,7 +1,5 @@
 """What ranks write in the store is deleted when all have left it behind, and not before; so a store does not grow."""
 
-from __future__ import annotations
-
 import datetime
 import socket
 from typing import Any

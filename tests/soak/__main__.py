@@ -1,7 +1,5 @@
 """`python -m soak --minutes 10`: trials until the time is over. Exit status 0 only if all were clean."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The checkpoints of a trial, a file a rank, and a save in which the process is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """The forms of training: each builds the same small model with an optimizer and its stages."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

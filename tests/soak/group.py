@@ -1,7 +1,5 @@
 """A group of ranks: forked, watched, and ended."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

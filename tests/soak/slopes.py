@@ -4,8 +4,6 @@ Lines are fitted by least squares. A slope counts where it is more than three of
 adds over the run is more than the measure's bound.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

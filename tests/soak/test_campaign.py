@@ -1,7 +1,5 @@
 """A short campaign with one seed: a fault of each kind, spread over the forms."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

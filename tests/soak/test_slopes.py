@@ -1,7 +1,5 @@
 """Nothing grows in a hundred steps, and a deliberate leak is found."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One trial: a group meets its fault, is checked, and a new group resumes and must end with the same bits."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Exposed communication is what a step takes longer than its computation alone."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import UNKNOWN_BACKEND, run_ranks, wrap
+from harness import UNKNOWN_BACKEND, on_ranks, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP
 from overlap import (
     AllReduce,
@@ -368,7 +368,8 @@ def test_recorded(scenario: str, errors: list[dict[str, str]]) -> None:
         assert scenario not in failed, f"rank {rank}: {failed[scenario]}"
 
 
-def _waits_inside_backward(rank: int, world_size: int) -> None:
+@on_ranks(2, backend=UNKNOWN_BACKEND)
+def test_if_the_training_thread_drives_the_stages_its_waits_are_exposed(rank: int, world_size: int) -> None:
     ddp = make_model()
     chain(AllReduce()).register(ddp)
     with Timeline(ddp) as timeline:
@@ -379,10 +380,6 @@ def _waits_inside_backward(rank: int, world_size: int) -> None:
         assert len(waits) == len(own.buckets)
         assert all(backward.start_ms < wait.start_ms <= wait.end_ms < backward.end_ms for wait in waits)
         assert own.exposed_ms >= own.phase_ms("wait") > 0
-
-
-def test_if_the_training_thread_drives_the_stages_its_waits_are_exposed() -> None:
-    run_ranks(_waits_inside_backward, 2, backend=UNKNOWN_BACKEND)
 
 
 def test_a_model_without_ddp_is_refused() -> None:

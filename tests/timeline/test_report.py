@@ -1,7 +1,5 @@
 """Intervals of a step, the table and pictures of reports made by hand: no process group, no model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

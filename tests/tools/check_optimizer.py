@@ -1,7 +1,5 @@
 """The experiment behind the table of known optimizers: steps whole and in parts, compared bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import deque

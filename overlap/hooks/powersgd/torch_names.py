@@ -23,8 +23,6 @@ from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.powersgd.stage import PowerSGD
 from overlap.hooks.reducers import OnGroup
 
-__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -33,8 +33,6 @@ from overlap.optim.local_sgd.means import Running, WiredMean, average, wider
 from overlap.optim.stepper import check_optimizer, grads_replaced, step_whole
 from overlap.ranks.board import group_all_reduce
 
-__all__ = ["Averager", "MakeOptimizer", "into_fragments"]
-
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 

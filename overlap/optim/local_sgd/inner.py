@@ -16,8 +16,6 @@ from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.optimizer import OptimizerProxy, evaluated
 from overlap.optim.stepper import Verdict, check_optimizer
 
-__all__ = ["AveragingOptimizer", "SeveralOptimizers"]
-
 
 class SeveralOptimizers(Optimizer):
     """Steps optimizers of disjoint parameters one after the other, each with its own groups, state and step hooks."""

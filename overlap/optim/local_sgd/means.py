@@ -29,8 +29,6 @@ from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import BackgroundTask, Completion, run_now
 from overlap.hooks.wires import QuantizedSum, StageMemory, Wire
 
-__all__ = ["Running", "WiredMean", "average", "wider"]
-
 # About so much is packed together for one collective.
 _PACKED_BYTES = 8 * 2**20
 # A collective costs about as much as copying a megabyte twice: smaller tensors are packed.

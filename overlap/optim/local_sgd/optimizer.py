@@ -32,8 +32,6 @@ from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.stepper import StepGuard, Verdict
 from overlap.optim.update import without_adding_up
 
-__all__ = ["LocalSGD"]
-
 _KEY = "local_sgd"
 
 _FORM = Form("local.step()", "LocalSGD", is_deferred=True)

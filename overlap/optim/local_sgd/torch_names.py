@@ -21,14 +21,6 @@ from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.local_sgd.means import average
 from overlap.ranks.machines import own_subgroup
 
-__all__ = [
-    "HierarchicalModelAverager",
-    "ModelAverager",
-    "PeriodicModelAverager",
-    "PostLocalSGDOptimizer",
-    "average_parameters",
-]
-
 Params = Iterable[Tensor] | Iterable[dict[str, Tensor]]
 
 _USELESS = (

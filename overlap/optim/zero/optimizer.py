@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -48,6 +49,7 @@ from overlap.optim.gradients import and_others
 from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
+from overlap.optim.update import L, Update
 from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
 from overlap.optim.zero.shards import Owners, Shard, copy_from_masters, copy_options, flatten
@@ -57,11 +59,28 @@ from overlap.ranks.board import Agreement, are_alike, group_all_reduce, group_br
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from overlap.optim.zero.step import ZeroStep
-
 __all__ = ["ZeroRedundancyOptimizer"]
 
 _INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
+
+
+class ShardedUpdate(Update[L]):
+    """A :class:`~overlap.optim.zero.ZeroStep`, as far as its optimizer knows it."""
+
+    has_whole_mean = False
+    """Whether a reducer before the stage has left the mean in all of ``.grad``."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Outside of a backward: bring each rank's part to all ranks, in the next forward if that was asked for."""
+
+    @abstractmethod
+    def wait(self, *, raises: bool = True) -> None:
+        """Wait for gathers that run during the next forward."""
+
+    @abstractmethod
+    def check_added(self, names: Mapping[Tensor, str]) -> None:
+        """Raises: ConfigurationError: the model does not train parameters that are added to the optimizer."""
 
 
 @classes.ZeroRedundancyOptimizer.register
@@ -105,7 +124,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     0.1
     """
 
-    updates: list[ZeroStep]  # type: ignore[assignment]
+    updates: list[ShardedUpdate[Any]]  # type: ignore[assignment]
     """The registered stage: at most one."""
     version: object = None
     """Another object when parameters are added."""
@@ -269,7 +288,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             view.update(given)
 
     @property
-    def _stage(self) -> ZeroStep | None:
+    def _stage(self) -> ShardedUpdate[Any] | None:
         return self.updates[0] if self.updates else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -28,9 +28,9 @@ from overlap.hooks.adapters import as_stage
 from overlap.hooks.stage import UpdateStage
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase
-from overlap.optim.update import BucketLayout, Update
+from overlap.optim.update import BucketLayout
 from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduced
-from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.optimizer import ShardedUpdate, ZeroRedundancyOptimizer
 from overlap.optim.zero.prefetch import ParameterPrefetch
 
 __all__ = ["ReduceScatter", "ZeroStep", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
@@ -131,7 +131,7 @@ class ShardedLayout(BucketLayout):
     """Of the bucket; ``None`` if none of its parameters is sharded."""
 
 
-class ZeroStep(Update[ShardedLayout]):
+class ZeroStep(ShardedUpdate[ShardedLayout]):
     """Each rank updates its part of a bucket's parameters and gathers the others' parts.
 
     If it is first in its chain, the stage reduce-scatters the bucket itself, and sends as much as DDP's all-reduce.
@@ -204,8 +204,6 @@ class ZeroStep(Update[ShardedLayout]):
         )
         self._gathers_in_forward = gather == "forward"
         self._prefetch = ParameterPrefetch()
-        self.has_whole_mean = False
-        """Whether a reducer before the stage has left the mean in all of ``.grad``."""
         self._follows_its_reducer = False
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
@@ -350,7 +348,6 @@ class ZeroStep(Update[ShardedLayout]):
     # Gathers that do not run bucket by bucket in backward.
 
     def gather(self) -> None:
-        """Outside of a backward: bring each rank's part to all ranks, in the next forward if that was asked for."""
         assert self.context is not None, "gathers run while the stage is attached"
         gathers = self._gathers[::-1]  # The last bucket has the first layers, which the next forward needs first.
         if self._gathers_in_forward:
@@ -363,7 +360,6 @@ class ZeroStep(Update[ShardedLayout]):
             prefetch.wait()
 
     def wait(self, *, raises: bool = True) -> None:
-        """Wait for gathers that run during the next forward."""
         (self._prefetch.wait if raises else self._prefetch.settle)()
 
     @property
@@ -418,7 +414,6 @@ class ZeroStep(Update[ShardedLayout]):
         zero.updates.append(self)
 
     def check_added(self, names: Mapping[Tensor, str]) -> None:
-        """Raises: ConfigurationError: the model does not train parameters that are added to the optimizer."""
         if self.context is not None and self.context.names is not None:
             check_covered(names, self.context.names)
 

@@ -18,8 +18,6 @@ or in one process, which stands for two ranks with equal data, in ``with one_pro
 streams] in :mod:`.detector` and [Note: simulated collectives] in :mod:`.group`.
 """
 
-from __future__ import annotations
-
 from .detector import Detector, active, detecting
 from .group import STREAMS_BACKEND, StreamGroup
 from .report import Fault, HostSync, Report

@@ -9,8 +9,6 @@ with ``record_stream``. So at each allocation on a stream, all that was freed si
 could be the block that is lent. Memory of the host is left out: its allocator keeps track of copies by itself.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 

@@ -11,8 +11,6 @@ The values come from another backend, Gloo, at once: what a test computes is rig
 waits are missing. Messages between two ranks are there when they are waited for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace

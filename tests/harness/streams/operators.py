@@ -1,7 +1,5 @@
 """What an ATen operator reads and writes, by its schema."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

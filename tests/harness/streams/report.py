@@ -1,7 +1,5 @@
 """What the detector has found."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field

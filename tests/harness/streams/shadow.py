@@ -1,7 +1,5 @@
 """What has been done to each byte of a storage, and whether what is done next is ordered behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where a simulated group's values come from: other ranks, or this process itself."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence

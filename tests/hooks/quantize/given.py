@@ -1,7 +1,5 @@
 """A model whose gradients are given, so that what a reducer makes of them is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What quantization leaves out comes back in later steps, and nothing else does."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks
 from overlap import ConfigurationError, Int4, Int8
 from overlap.hooks import Quantize
 from overlap.hooks.wires.formats import ChunkCodec
@@ -27,7 +25,8 @@ def _trained(rank: int, world_size: int) -> tuple[Quantize, Any]:
     return stage, ddp
 
 
-def _fits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_state_of_another_model_or_rank_is_refused_by_name(rank: int, world_size: int) -> None:
     stage, _ddp = _trained(rank, world_size)
     saved = stage.state_dict()
     error = {"weights.0": torch.ones(3)}
@@ -49,10 +48,6 @@ def _fits(rank: int, world_size: int) -> None:
     assert_parity(stage.state_dict(), saved, what="after states that were refused")
 
 
-def test_a_state_of_another_model_or_rank_is_refused_by_name() -> None:
-    run_ranks(_fits, 2)
-
-
 def test_what_does_not_fit_a_stage_is_refused() -> None:
     for call, message in (
         (lambda: Quantize(Int8), r"give Int8\(\)"),
@@ -64,7 +59,8 @@ def test_what_does_not_fit_a_stage_is_refused() -> None:
             call()
 
 
-def _untouched(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_that_is_not_finite_on_one_rank_or_fails_changes_no_ranks_memory(rank: int, world_size: int) -> None:
     stage, ddp = _trained(rank, world_size)
     before = stage.state_dict()["error"]
     broken = of_ranks(world_size, SIZES, 0)[rank]
@@ -85,11 +81,8 @@ def _untouched(rank: int, world_size: int) -> None:
     assert all(result.isfinite().all() for result in reduced(ddp, of_ranks(world_size, SIZES, 1)[rank]))
 
 
-def test_a_step_that_is_not_finite_on_one_rank_or_fails_changes_no_ranks_memory() -> None:
-    run_ranks(_untouched, 2)
-
-
-def _delivered(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_error_feedback_loses_nothing_nor_does_rounding_to_the_gradients_dtype(rank: int, world_size: int) -> None:
     dtype = torch.bfloat16  # ../wires/test_sum.py has float32.
     stage = Quantize(Int4(), error_feedback=True)
     ddp = given(SIZES, stage, dtype)
@@ -105,7 +98,3 @@ def _delivered(rank: int, world_size: int) -> None:
         held = errors[f"weights.{index}"].double()
         dist.all_reduce(held)
         torch.testing.assert_close(delivered[index] + held, true[index], rtol=0, atol=2e-5)
-
-
-def test_error_feedback_loses_nothing_nor_does_rounding_to_the_gradients_dtype() -> None:
-    run_ranks(_delivered, 2)

@@ -1,7 +1,5 @@
 """Gradients gathered in 8 bits, against the arithmetic of PyTorch's quantization hooks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as theirs
 
 import overlap
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks
 from overlap import ConfigurationError, register
 from overlap.hooks import GatherQuantized
 
@@ -53,11 +51,6 @@ def _ways(hook: Any) -> list[Callable[[Any], Any]]:
     return ways
 
 
-def _all_equal_torchs(rank: int, world_size: int) -> None:
-    for hook, chunk in HOOKS:
-        _equals_torchs(rank, world_size, hook, chunk)
-
-
 def _equals_torchs(rank: int, world_size: int, hook: Any, chunk: int | None) -> None:
     gradients = of_ranks(world_size, SIZES)
     for way in _ways(hook):
@@ -75,8 +68,10 @@ def _equals_torchs(rank: int, world_size: int, hook: Any, chunk: int | None) -> 
         assert_equal_on_all_ranks(got)
 
 
-def test_means_equal_pytorchs_however_the_hook_is_registered() -> None:
-    run_ranks(_all_equal_torchs, 2)
+@on_ranks(2)
+def test_means_equal_pytorchs_however_the_hook_is_registered(rank: int, world_size: int) -> None:
+    for hook, chunk in HOOKS:
+        _equals_torchs(rank, world_size, hook, chunk)
 
 
 def test_a_chunk_of_no_values_is_refused() -> None:

@@ -1,13 +1,11 @@
 """On two machines of two ranks each, gradients are summed within a machine and encoded between machines."""
 
-from __future__ import annotations
-
 import socket
 
 import torch
 import torch.distributed as dist
 
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks
 from overlap import Int4, Int8, PowerSGD, Quantize
 
 from ..wires.by_hand import summed
@@ -16,7 +14,8 @@ from .given import assert_equal_on_all_ranks, given, of_ranks, reduced
 SIZES = [1, 300, 2001]
 
 
-def _play(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_sums_on_two_machines(rank: int, world_size: int) -> None:
     socket.gethostname = lambda: "ab"[rank // 2]
     ddp = given(SIZES, Quantize(Int8()))
     gradients = of_ranks(world_size, SIZES)
@@ -44,7 +43,3 @@ def _play(rank: int, world_size: int) -> None:
         dist.all_reduce(error)
         torch.testing.assert_close(delivered[place] + error, total[place], rtol=1e-5, atol=1e-5)
     assert_equal_on_all_ranks(reduced(given([64], PowerSGD(wire=Int8())), [torch.ones(64)]))
-
-
-def test_sums_on_two_machines() -> None:
-    run_ranks(_play, 4)

@@ -1,7 +1,5 @@
 """Quantized gradients among ranks: values that are not finite, and bytes. ../wires/test_sum.py has the results."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measuring import socket_bytes
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from overlap import AllReduce, Int4, Int8
 from overlap.hooks import Quantize
 
@@ -21,7 +19,10 @@ from .given import assert_equal_on_all_ranks, given, of_ranks, reduced
 SIZES = [1, 7, 300, 1000, 4099]
 
 
-def _not_finite(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_value_on_one_rank_that_is_not_finite_marks_its_chunk_on_all_ranks_for_one_step(
+    rank: int, world_size: int
+) -> None:
     own = of_ranks(world_size, SIZES)[rank]
     ddp = given(SIZES, Quantize())
     for bad in (math.nan, math.inf):
@@ -32,10 +33,6 @@ def _not_finite(rank: int, world_size: int) -> None:
         assert_equal_on_all_ranks(got)
         assert not got[4][:100].isfinite().any() and got[4][-100:].isfinite().all() and got[3].isfinite().all()
     assert all(result.isfinite().all() for result in reduced(ddp, own)), "nothing of it is remembered"
-
-
-def test_a_value_on_one_rank_that_is_not_finite_marks_its_chunk_on_all_ranks_for_one_step() -> None:
-    run_ranks(_not_finite, 3)
 
 
 def _bytes_of_a_step(stage: Any, sizes: Sequence[int]) -> float:

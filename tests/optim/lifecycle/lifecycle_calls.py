@@ -1,7 +1,5 @@
 """The calls that a training loop can make, and random sequences of them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass

@@ -1,7 +1,5 @@
 """The forms of an update that the model-based test runs, each a way to build it on a DDP model."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

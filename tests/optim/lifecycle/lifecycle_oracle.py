@@ -4,8 +4,6 @@ The oracle holds a plain DDP model with a plain optimizer, to which it makes the
 and knows from what was documented which of them are errors, what becomes of ``.grad`` and when the update is made.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

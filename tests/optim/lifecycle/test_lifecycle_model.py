@@ -1,7 +1,5 @@
 """Whatever a training loop calls, in whatever order: it gets what plain DDP gives, or an error that was documented."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Local SGD written down plainly, to compare with; and many comparisons in one world of ranks."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

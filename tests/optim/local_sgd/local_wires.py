@@ -1,7 +1,5 @@
 """Averages through a wire written down plainly, to compare with; and the bytes that are sent."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Local SGD's averages beside plain loops that average by hand: when, of what, by which optimizer and how late."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,7 @@ from local_loops import assign, local, mean_of, plain, play, run, values_of
 from local_wires import beside
 from torch import nn
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from harness.models import MLP
 from overlap import LocalSGD
 
@@ -78,7 +76,8 @@ def test_local_sgd_is_the_loop_by_hand() -> None:
     play(CELLS, 2)
 
 
-def _subgroup(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_subgroup_continues_to_average_gradients(rank: int, world_size: int) -> None:
     pair: Any = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6, "reason": "Gloo adds in another order"}
 
@@ -92,7 +91,3 @@ def _subgroup(rank: int, world_size: int) -> None:
     assert_parity(candidate, reference, what="a subgroup", **close)
     made.synchronize()
     assert_parity(values_of(ddp.module), mean_of(values_of(ddp.module)), what="a subgroup, synchronized", **close)
-
-
-def test_a_subgroup_continues_to_average_gradients() -> None:
-    run_ranks(_subgroup, 4)

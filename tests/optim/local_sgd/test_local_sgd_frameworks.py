@@ -1,7 +1,5 @@
 """Classes under PyTorch's names pass PyTorch's ``isinstance`` tests, and what frameworks do after such a test works."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

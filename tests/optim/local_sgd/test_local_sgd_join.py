@@ -1,7 +1,5 @@
 """Local SGD on uneven inputs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import overlap
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import Int4, LocalSGD, TrainingLoopError
 
@@ -107,14 +105,11 @@ def test_uneven_inputs() -> None:
     play({**ENDS, "a rank counts for the steps that it made in the round": _weights}, 3)
 
 
-def _left_out(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=6)
+def test_a_join_without_local_sgd_is_refused(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     made = LocalSGD(ddp, sgd(ddp.parameters()), 2, 2)
     match = r"Join\(\[ddp, local\]\)" if rank == 1 else "rank 1"
     error: Any = TrainingLoopError if rank == 1 else Exception
     with pytest.raises(error, match=match), Join([ddp]):
         run(MLP, rank, range(2 - rank), ddp, made)
-
-
-def test_a_join_without_local_sgd_is_refused() -> None:
-    run_ranks(_left_out, 2, group_timeout_s=6)

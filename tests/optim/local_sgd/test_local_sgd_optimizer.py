@@ -1,7 +1,5 @@
 """LocalSGD as the optimizer of a training loop: closures, hooks, schedulers, DDP's switch, refusals."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

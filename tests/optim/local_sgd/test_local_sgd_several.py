@@ -1,7 +1,5 @@
 """Local SGD of several optimizers: Muon for matrices and AdamW for the rest, with DiLoCo (MuLoCo)."""
 
-from __future__ import annotations
-
 import functools
 import io
 from typing import Any

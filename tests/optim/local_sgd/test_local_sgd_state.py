@@ -1,7 +1,5 @@
 """Saving and loading local SGD: in the middle of a round, for another number of ranks, for other settings."""
 
-from __future__ import annotations
-
 import functools
 import io
 from typing import Any

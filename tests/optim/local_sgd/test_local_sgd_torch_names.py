@@ -1,7 +1,5 @@
 """PyTorch's names for post-local SGD: averagers, the optimizer and the hook, beside PyTorch's own."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Local SGD whose averages go through a wire, beside averages by hand."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref
