@@ -188,6 +188,10 @@ class Stage(ABC):
     def before_forward(self) -> None:  # noqa: B027
         """Called before each forward of the model that records gradients."""
 
+    def before_accumulation(self) -> None:  # noqa: B027
+        """Called where a backward under ``no_sync`` reaches an output of the model, before it adds to ``.grad``; once
+        for each output, on the thread of backward."""
+
     def before_backward(self, *, is_replay: bool) -> None:  # noqa: B027
         """Called on the training thread when the first bucket of a pass arrives, before any collective of the pass."""
 
