@@ -152,7 +152,12 @@ class Runtime:
         self._called: dict[str, list[Stage]] = {
             method: []
             for method in (
-                "before_forward", "before_accumulation", "before_backward", "after_backward", "commit", "discard"
+                "before_forward",
+                "before_accumulation",
+                "before_backward",
+                "after_backward",
+                "commit",
+                "discard",
             )
         }
         # The chain as coroutines, and the method of each stage that may offer a plan instead.
@@ -493,7 +498,8 @@ class Runtime:
         if not self.context.learns_of_steps and (is_replay or self.context.names is None):
             self.commit()  # No forward was seen.
         try:
-            if self.context.names is None or isinstance(self.executor, StreamExecutor):
+            is_inline = self.context.names is None or isinstance(self.executor, StreamExecutor)
+            if is_inline and is_capturing(self.context.device):
                 self._refuse_capture()  # Registered as a hook, it is not called before forwards.
             if not self._is_ready:  # Registered as a hook: the model was not known before its first bucket.
                 self.attach()

@@ -2,10 +2,9 @@
 
 [Note: one division]
 
-Every reducer divides by ``bucket.divisor``. This transform divides in their place: it multiplies this rank's gradients
-by ``1 / count of all ranks`` before the reducer and passes the bucket on with a divisor of 1, so that what comes behind,
-in any reducer, is a sum of parts of the true mean. Error feedback, too, then adds errors of means to means, whatever the
-counts of their steps were.
+Every reducer divides by ``bucket.divisor``. This transform divides in its place: it multiplies this rank's gradients by
+``1 / count of all ranks`` and passes the bucket on with a divisor of 1, so that any reducer adds up parts of the true
+mean, and error feedback adds errors of means to means, whatever the counts of their steps were.
 
 The count of all ranks is one all-reduce of one number. The first bucket of a pass launches it when it arrives, and goes
 on when the next one arrives; a bucket that comes before it is there waits for it, and launches nothing. So the order of
@@ -23,13 +22,13 @@ both. So a batch that the loop discards leaves no count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import as_number, described, told
+from overlap._checks import as_number, told
 from overlap._torch.device import has_streams
 from overlap.errors import ArgumentTypeError, ConfigurationError, TrainingLoopError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
@@ -78,7 +77,7 @@ class DivideByCount(Transform):
         self._accumulated: float | Tensor | None = None
         # Of the pass under way.
         self._own = 0.0
-        self._is_launched = False
+        self._is_on_streams = self._is_launched = False
         self._scales: dict[torch.dtype, Tensor | float] = {}
 
     def count(self, number: float | Tensor) -> None:
@@ -96,43 +95,25 @@ class DivideByCount(Transform):
         Raises:
             ConfigurationError: it is not such a number; or this is not registered. The other ranks get a ``PeerError``.
         """
-        context = self.context
-        if context is None:
+        if (context := self.context) is None:
             raise ConfigurationError(
                 f"{self!r}.count() belongs to a model: call it after chain({self!r}, AllReduce(), ...).register(ddp)"
             )
-        try:
-            added = self._checked(number, context)
-        except ConfigurationError as error:
+        added = self._of_tensor(number, context) if isinstance(number, Tensor) else as_number(number)
+        if added is None or (not isinstance(added, Tensor) and not 0 <= added < math.inf):
+            error = _refusal(number, context.group.rank())
             context.report(error)
             hide_internal_frames(error)
-            raise
-        self._new = _sum(self._new, added)
+            raise error
+        self._new = added if self._new is None else self._new + added
 
-    def _checked(self, number: float | Tensor, context: StageContext) -> float | Tensor:
-        rank = context.group.rank()
-        if isinstance(number, Tensor):
-            if number.dim() != 0 or number.is_complex() or number.dtype == torch.bool:
-                raise ArgumentTypeError(
-                    f"rank {rank} counts a tensor of shape {tuple(number.shape)} and {number.dtype}: give count() one "
-                    "real number, as in by_count.count(mask.sum())"
-                )
-            if has_streams(number.device) and has_streams(context.device):
-                own = number.detach().to(context.device, torch.float64)
-                return torch.where(own < 0, torch.nan, own)
-            number = number.item()
-        value = as_number(number)
-        if value is None:
-            raise ArgumentTypeError(
-                f"rank {rank} counts {told(number)}, an object of {described(number)}: give count() a number of "
-                "samples or tokens, or a 0-dimensional tensor"
-            )
-        if not 0 <= value < math.inf:
-            raise ConfigurationError(
-                f"rank {rank} counts {told(number)}: the number of samples or tokens that its loss sums is finite and "
-                "at least 0; to leave a batch out, count 0 and multiply its loss by 0"
-            )
-        return value
+    def _of_tensor(self, number: Tensor, context: StageContext) -> float | Tensor | None:
+        if number.dim() != 0 or number.is_complex() or number.dtype == torch.bool:
+            return None
+        if not (self._is_on_streams and has_streams(number.device)):
+            return float(number)
+        own = number.detach().to(context.device, torch.float64)
+        return torch.where(own < 0, torch.nan, own)
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         super().placed(before, after)
@@ -162,6 +143,7 @@ class DivideByCount(Transform):
         self._total = torch.zeros(1, dtype=torch.float64, device=context.device)
         self._reduction = all_reduce(self._total, group=context.group)
         self._launched = _Launched(self._reduction)
+        self._is_on_streams = has_streams(context.device)
 
     def detach(self) -> None:
         super().detach()
@@ -169,22 +151,22 @@ class DivideByCount(Transform):
         self._scales.clear()
 
     def before_accumulation(self) -> None:
-        self._drop_if_cleared()
         if self._new is not None:
-            self._accumulated, self._new = _sum(self._accumulated, self._new), None
+            self._accumulated, self._new = self._all_counts(), None
 
-    def _drop_if_cleared(self) -> None:
-        if self._accumulated is not None and all(parameter.grad is None for parameter in self._parameters):
-            self._accumulated = None
+    def _all_counts(self) -> float | Tensor | None:
+        """The new count and those that belong to gradients in ``.grad``."""
+        if self._accumulated is None or all(parameter.grad is None for parameter in self._parameters):
+            return self._new
+        return self._accumulated if self._new is None else self._accumulated + self._new
 
     def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
         if found_inf is None and not others:
             self._accumulated = None
 
     def before_backward(self, *, is_replay: bool) -> None:
-        if self._accumulated is not None:
-            self._drop_if_cleared()
-        count, self._new, self._accumulated = _sum(self._accumulated, self._new), None, None
+        count = self._new if self._accumulated is None else self._all_counts()
+        self._new = self._accumulated = None
         self._is_launched = False
         self._scales.clear()
         if isinstance(count, Tensor):
@@ -206,8 +188,7 @@ class DivideByCount(Transform):
         self._divide(bucket.buffer)
 
     def plan(self, bucket: Bucket) -> Plan | None:
-        buffer, divide = bucket.buffer, self._divide
-        return self._next_operation, lambda: divide(buffer)
+        return self._next_operation, partial(self._divide, bucket.buffer)
 
     def _next_operation(self) -> Operation | None:
         """What a bucket waits for; nothing where an earlier one has the count."""
@@ -229,7 +210,7 @@ class DivideByCount(Transform):
             buffer.mul_(scale)
 
     def _scale(self, dtype: torch.dtype) -> Tensor | float:
-        if has_streams(self._total.device):
+        if self._is_on_streams:
             # Of an infinite count the reciprocal would be 0.
             return torch.where(self._total < math.inf, self._total.reciprocal(), torch.nan).to(dtype)
         total = self._total.item()
@@ -256,11 +237,21 @@ class _Launched(Operation):
     label = "count"
 
     def __init__(self, collective: Operation) -> None:
-        self._collective = collective
-
-    def finish(self, wait: Callable[[dist.Work], None]) -> None:
-        self._collective.finish(wait)
+        self.finish = collective.finish  # type: ignore[method-assign]
 
 
-def _sum(one: float | Tensor | None, other: float | Tensor | None) -> float | Tensor | None:
-    return other if one is None else one if other is None else one + other
+def _refusal(number: object, rank: int) -> ConfigurationError:
+    if isinstance(number, Tensor) and number.dim() != 0:
+        return ArgumentTypeError(
+            f"rank {rank} counts a tensor of shape {tuple(number.shape)}: give count() the sum, as in "
+            "by_count.count(mask.sum())"
+        )
+    if not isinstance(number, Tensor) and as_number(number) is None:
+        return ArgumentTypeError(
+            f"rank {rank} counts {told(number)}, which is not a number: give count() the number of samples or tokens "
+            "that the loss is the sum of, as in by_count.count(len(x))"
+        )
+    return ConfigurationError(
+        f"rank {rank} counts {told(number)}: the number of samples or tokens that a loss is the sum of is real, finite "
+        "and at least 0; where a batch has nothing that counts, count 0"
+    )
