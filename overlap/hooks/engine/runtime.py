@@ -153,7 +153,7 @@ class Runtime:
             method: []
             for method in (
                 "before_forward",
-                "before_accumulation",
+                "before_gradients",
                 "before_backward",
                 "after_backward",
                 "commit",
@@ -298,7 +298,7 @@ class Runtime:
         """Called after a forward: a backward that ends with an error before its first bucket is to be noticed, too."""
         if (model := self._model()) is None:
             return
-        if not model.require_backward_grad_sync and not self._called["before_accumulation"]:
+        if not model.require_backward_grad_sync and not self._called["before_gradients"]:
             return
         on_gradient = self._on_gradient if model.require_backward_grad_sync else self._on_accumulation
         for tensor in tensors_in(outputs):
@@ -554,6 +554,8 @@ class Runtime:
 
     def _watch_backward(self, graph: int) -> None:
         self._graph = graph
+        for stage in self._called["before_gradients"]:
+            stage.before_gradients(synchronizes=True)
         if_abandoned(partial(self._abandon, self.passes))
 
     def _abandon(self, passes: int) -> None:
@@ -583,8 +585,8 @@ def _on_gradient(alive: weakref.ref[Runtime], gradients: Any) -> None:
 def _on_accumulation(alive: weakref.ref[Runtime], gradients: Any) -> None:
     """As :func:`_on_gradient`, of a forward under ``no_sync``."""
     if (runtime := alive()) is not None:
-        for stage in runtime._called["before_accumulation"]:
-            stage.before_accumulation()
+        for stage in runtime._called["before_gradients"]:
+            stage.before_gradients(synchronizes=False)
 
 
 def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:

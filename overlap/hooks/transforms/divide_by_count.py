@@ -13,10 +13,10 @@ the host does: it stays a tensor, which kernels read.
 
 [Note: counts and gradients]
 
-A count belongs to a backward, and is kept where that backward's gradients are. One that is given is *new* until the
-next backward begins. A backward under ``no_sync`` makes it *accumulated*, as its gradients are in ``.grad``; where no
-parameter has a ``.grad`` the loop has cleared them, and the accumulated counts with them. A synchronized backward uses
-both. So a batch that the loop discards leaves no count.
+A count is kept where the gradients of its backward are. It is *new* until a backward under ``no_sync`` has made it
+*accumulated*, as those gradients are in ``.grad``. Where a backward begins and no parameter has a ``.grad``, the loop
+has cleared them, and the accumulated counts go, too. A synchronized backward uses both kinds. So a batch that the loop
+discards leaves no count.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from overlap._checks import as_number, told
+from overlap._torch.autograd import after_gradients
 from overlap._torch.device import has_streams
 from overlap.errors import ArgumentTypeError, ConfigurationError, TrainingLoopError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
@@ -150,15 +151,20 @@ class DivideByCount(Transform):
         self._new = self._accumulated = None
         self._scales.clear()
 
-    def before_accumulation(self) -> None:
-        if self._new is not None:
+    def before_gradients(self, *, synchronizes: bool) -> None:
+        if self._accumulated is not None and all(parameter.grad is None for parameter in self._parameters):
+            self._accumulated = None
+        if not synchronizes:
+            after_gradients(self._note_accumulated)
+
+    def _note_accumulated(self) -> None:
+        if self._new is not None and any(parameter.grad is not None for parameter in self._parameters):
             self._accumulated, self._new = self._all_counts(), None
 
     def _all_counts(self) -> float | Tensor | None:
-        """The new count and those that belong to gradients in ``.grad``."""
-        if self._accumulated is None or all(parameter.grad is None for parameter in self._parameters):
-            return self._new
-        return self._accumulated if self._new is None else self._accumulated + self._new
+        if self._accumulated is None or self._new is None:
+            return self._accumulated if self._new is None else self._new
+        return self._accumulated + self._new
 
     def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
         if found_inf is None and not others:
@@ -202,19 +208,14 @@ class DivideByCount(Transform):
     def _divide(self, buffer: Tensor) -> None:
         # As by a number on a CPU: in fp32 at least, where the reciprocal of a large count does not underflow.
         dtype = torch.promote_types(buffer.dtype, torch.float32).to_real()
-        if (scale := self._scales.get(dtype)) is None:
-            scale = self._scales[dtype] = self._scale(dtype)
-        if isinstance(scale, Tensor):
-            torch.mul(buffer, scale, out=buffer)
-        else:
-            buffer.mul_(scale)
-
-    def _scale(self, dtype: torch.dtype) -> Tensor | float:
-        if self._is_on_streams:
+        if (scale := self._scales.get(dtype)) is not None:
+            pass
+        elif self._is_on_streams:
             # Of an infinite count the reciprocal would be 0.
-            return torch.where(self._total < math.inf, self._total.reciprocal(), torch.nan).to(dtype)
-        total = self._total.item()
-        if not 0 < total < math.inf:
+            scale = torch.where(self._total < math.inf, self._total.reciprocal(), torch.nan).to(dtype)
+        elif 0 < (total := self._total.item()) < math.inf:
+            scale = 1 / total
+        else:
             assert self.context is not None, "a stage is attached before its first pass"
             group = self.context.group
             raise TrainingLoopError(
@@ -222,7 +223,11 @@ class DivideByCount(Transform):
                 f"{self._own:g}), by which no gradient can be divided: leave such a batch out on every rank, by not "
                 "calling backward()"
             )
-        return 1 / total
+        self._scales[dtype] = scale
+        if isinstance(scale, Tensor):
+            torch.mul(buffer, scale, out=buffer)
+        else:
+            buffer.mul_(scale)
 
     def passed(self, bucket: Bucket) -> Bucket:
         return bucket.with_changes(divisor=1)
