@@ -49,6 +49,7 @@ TOPICS = (
     "resuming",
     "inputs",
     "joined",
+    "counted",
 )
 
 
