@@ -68,7 +68,7 @@ class DivideByCount(Transform):
     >>> chain(by_count, AllReduce()).register(ddp)
     <chain(DivideByCount(), AllReduce()) registered>
     >>> by_count.count(len(x))
-    >>> torch.nn.functional.mse_loss(ddp(x), y, reduction="sum").backward()
+    >>> torch.nn.functional.cross_entropy(ddp(x), y, reduction="sum").backward()
     """
 
     def __init__(self) -> None:
