@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,7 @@ from overlap import (
     AllReduce,
     Cast,
     ClipGradNorm,
+    DivideByCount,
     Int4,
     Int8,
     OverlappedOptimizer,
@@ -145,6 +146,19 @@ def _transformed(make_transform: Callable[[], Stage]) -> Recipe:
         return Update(optimizers=(optimizer,))
 
     return recipe
+
+
+def _counted(ddp: DistributedDataParallel, make: Maker) -> Update:
+    by_count = DivideByCount()
+    chain(by_count, AllReduce()).register(ddp)
+    update = plain(ddp, make)
+
+    def clear() -> None:
+        update.clear()
+        by_count.count(2)  # Of the next batch.
+
+    clear()
+    return replace(update, clear=clear)
 
 
 @dataclass
@@ -253,6 +267,7 @@ HOOKS: dict[str, tuple[int, Recipe]] = {
 METHODS: dict[str, tuple[int, Recipe]] = {
     PLAIN: (8, _by_hand(_nothing)),
     "AllReduce": (8, reduced(AllReduce)),
+    "DivideByCount, AllReduce": (8, _counted),
     "Cast(bfloat16)": (8, reduced(lambda: Cast(torch.bfloat16, AllReduce()))),
     "AllReduce, Step": (8, stepped()),
     "AllReduce, Step, deferred": (8, stepped(deferred=True)),

@@ -45,6 +45,7 @@ __all__ = [
     "Bucket",
     "Cast",
     "ClipGradNorm",
+    "DivideByCount",
     "Float16",
     "Float8",
     "Int4",

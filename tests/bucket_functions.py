@@ -2,11 +2,22 @@
 
 from collections.abc import Callable
 
-from overlap import Bucket
+import torch
 
-__all__ = ["centralize", "clip_value", "scale"]
+from overlap import Bucket, DivideByCount
+
+__all__ = ["Ones", "centralize", "clip_value", "scale"]
 
 Function = Callable[[Bucket], None]
+
+
+class Ones(DivideByCount):
+    """Every rank counts 1 in every pass, so that the mean over what is counted is that over ranks."""
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        assert self.context is not None
+        self.count(torch.ones((), device=self.context.device))
+        super().before_backward(is_replay=is_replay)
 
 
 def scale(factor: float) -> Function:

@@ -31,6 +31,7 @@ _CAPS_MB = {4: 0.4, 10: 0.1}
 # operations of streams: a record and a wait behind the bucket's gradients, and the side stream.
 MOST_ON_STREAMS = {
     "AllReduce": (19, 20, 3),
+    "DivideByCount, AllReduce": (21, 28, 3),
     "Cast(bfloat16)": (22, 25, 3),
     "AllReduce, Step": (26, 150, 3),
     "AllReduce, Step, deferred": (34, 95, 3),
@@ -89,6 +90,11 @@ def test_a_bucket_on_an_accelerator_makes_few_calls(name: str) -> None:
     eight, sixteen = calls(name, 8), calls(name, 16)
     made = tuple(round((more - less) / 8) for less, more in zip(eight, sixteen, strict=True))
     assert all(count <= most for count, most in zip(made, MOST_ON_STREAMS[name], strict=True)), made
+
+
+def test_a_count_makes_twelve_calls_a_pass() -> None:
+    with_count, without = calls("DivideByCount, AllReduce", 8).python, calls("AllReduce", 8).python
+    assert with_count - without <= 12 + 2 * 8
 
 
 # Python calls of all code in the loop's `step()`, whatever the number of parameters.

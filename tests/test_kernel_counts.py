@@ -12,6 +12,7 @@ from overlap.optim.zero import exchange
 MOST_A_BUCKET = {
     PLAIN: 0,
     "AllReduce": 2,
+    "DivideByCount, AllReduce": 2,  # It divides in place of the reducer.
     "Cast(bfloat16)": 4,
     "AllReduce, Step": 4,
     "AllReduce, Step, deferred": 2,
@@ -28,6 +29,7 @@ MOST_A_BUCKET = {
 }
 # And so many in a step, however many buckets there are.
 MOST_A_STEP = {
+    "DivideByCount, AllReduce": 7,
     "AllReduce, Step, deferred": 2,
     "AllReduce, ClipGradNorm, Step": 8,
     "AllReduce, SkipNonFinite, Step": 9,

@@ -32,7 +32,7 @@ from overlap.hooks.torch_names import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from overlap.hooks.transforms import ClipGradNorm, Log, SkipNonFinite, Transform
+from overlap.hooks.transforms import ClipGradNorm, DivideByCount, Log, SkipNonFinite, Transform
 from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 
 check_imported_as(__name__, "overlap.hooks")
@@ -47,6 +47,7 @@ __all__ = [
     "Float16",
     "Float8",
     "ClipGradNorm",
+    "DivideByCount",
     "GatherQuantized",
     "Int4",
     "Int8",

@@ -205,6 +205,8 @@ class HookStage(Stage):
 
     async def __call__(self, bucket: Bucket) -> None:
         hook, state = self.hook
+        if bucket.divisor != bucket.group.size():  # By which the hook divides.
+            bucket.buffer.mul_(bucket.group.size() / bucket.divisor)
         future = hook(state, bucket.raw if bucket.raw is not None else _RawBucket(bucket))
         if not is_future(future):
             raise ConfigurationError(

@@ -45,7 +45,8 @@ class Bucket:
     group: dist.ProcessGroup
     """The process group that the model trains on; the default group of a stage's collectives."""
     divisor: int
-    """The sum of gradients over ``group``, divided by this, is their mean."""
+    """The sum of gradients over ``group``, divided by this, is their mean. It is 1 behind ``DivideByCount``, which has
+    divided."""
     step: int
     """Number of backward passes before this one."""
     is_replay: bool = False
@@ -109,15 +110,13 @@ class Bucket:
 
     def with_mean(self) -> Bucket:
         """The same bucket when a reducer has made the mean of it."""
-        passed = object.__new__(type(self))
-        passed.__dict__.update(self.__dict__, is_mean=True)  # The views that were made, too.
-        return passed
+        return self.with_changes(is_mean=True)
 
-    def again(self, raw: GradBucket) -> Bucket:
-        """The same bucket of DDP's in another pass, as ``raw``."""
-        following = object.__new__(type(self))
-        following.__dict__.update(self.__dict__, raw=raw)
-        return following
+    def with_changes(self, **changes: object) -> Bucket:
+        """The same bucket with other facts, which its views do not depend on."""
+        changed = object.__new__(type(self))
+        changed.__dict__.update(self.__dict__, **changes)  # The views that were made, too.
+        return changed
 
     def describe(self) -> str:
         """The bucket in error messages: index, step and the names (or the number) of its parameters."""

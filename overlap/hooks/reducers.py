@@ -34,7 +34,8 @@ class AllReduce(Stage):
     """
 
     async def __call__(self, bucket: Bucket) -> None:
-        bucket.buffer.mul_(1 / bucket.divisor)
+        if bucket.divisor != 1:
+            bucket.buffer.mul_(1 / bucket.divisor)
         await all_reduce(bucket.buffer, group=bucket.group)
 
     def plan(self, bucket: Bucket) -> Plan | None:
@@ -48,7 +49,7 @@ class AllReduce(Stage):
             scale_(factor)
             return reduction
 
-        return (launch,)
+        return (launch if bucket.divisor != 1 else lambda: reduction,)
 
 
 class AllGather(Stage):

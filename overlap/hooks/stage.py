@@ -188,6 +188,10 @@ class Stage(ABC):
     def before_forward(self) -> None:  # noqa: B027
         """Called before each forward of the model that records gradients."""
 
+    def before_gradients(self, *, synchronizes: bool) -> None:  # noqa: B027
+        """Called where a backward reaches an output of the model, before it adds to ``.grad``; ``synchronizes`` is
+        false under ``no_sync``, where it is called for each output."""
+
     def before_backward(self, *, is_replay: bool) -> None:  # noqa: B027
         """Called on the training thread when the first bucket of a pass arrives, before any collective of the pass."""
 

@@ -452,7 +452,8 @@ class UpdateLifecycle(Terms):
         """
         self.check(Event.ZERO_GRAD)
         self.verdict = _NO_VERDICT
-        if self.phase is Phase.REDUCED:
+        # Where gradients stay as zeros, stages do not see that accumulated ones are gone.
+        if self.phase is Phase.REDUCED or (self.phase is Phase.IDLE and not set_to_none):
             self._settle(is_made=False)
         is_before_backward = self.phase in (Phase.IDLE, Phase.STEPPED)
         self.gradients.note_zero_grad(set_to_none=set_to_none, restores=is_before_backward)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bucket_functions import centralize, clip_value, scale
+from bucket_functions import Ones, centralize, clip_value, scale
 from overlap import (
     AllReduce,
     Bucket,
@@ -188,6 +188,8 @@ SUMMED = {"rtol": 1e-5, "atol": 1e-7, "reason": "summed rank by rank"}
 SENTENCES: dict[str, Sentence] = {
     # Bit for bit what the same thing by hand is.
     "clip the norm": Sentence(build=_with(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
+    "count, clip the norm": Sentence(build=_with(Ones, AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
+    "count, sharded": Sentence(build=_sharded(Ones), by_hand=_nothing),
     "clip values": Sentence(build=_with(AllReduce, lambda: clip_value(0.01)), by_hand=_clip_value),
     "clip the norm, sharded": Sentence(build=_sharded(lambda: ClipGradNorm(0.1)), by_hand=_clip, tolerance=SUMMED),
     "log, skip": Sentence(build=_with(AllReduce, _log, SkipNonFinite), by_hand=_nothing, skips=True),

@@ -47,6 +47,7 @@ TOPICS = (
     "resuming",
     "inputs",
     "joined",
+    "counted",
 )
 
 

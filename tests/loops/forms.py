@@ -9,6 +9,7 @@ import torch.distributed as dist
 from overlap import (
     AllReduce,
     ClipGradNorm,
+    DivideByCount,
     LocalSGD,
     OptimizerHookState,
     OverlappedOptimizer,
@@ -126,6 +127,21 @@ def _sharded_clipped(run: Run, ddp: Any, params: Any) -> Any:
     return zero
 
 
+def _counted(**options: Any) -> Callable[[Run, Any, Any], Any]:
+    def build(run: Run, ddp: Any, params: Any) -> Any:
+        run.by_count, optimizer = DivideByCount(), OverlappedOptimizer(run.plain_optimizer(params))
+        run.keep(chain(run.by_count, AllReduce(), Step(optimizer, **options)).register(ddp))
+        return optimizer
+
+    return build
+
+
+def _counted_sharded(run: Run, ddp: Any, params: Any) -> Any:
+    run.by_count, zero = DivideByCount(), _zero(run, params, overlap_with_ddp=True)
+    run.keep(chain(run.by_count, ZeroStep(zero)).register(ddp))
+    return zero
+
+
 def _consolidated(zero: Any) -> Any:
     """On rank 0; compared there."""
     zero.consolidate_state_dict(to=0)
@@ -136,6 +152,8 @@ _VIEWS = {"gradient_as_bucket_view": True}
 CLIPS_AT = 0.05
 """The largest norm in the forms that clip in the chain."""
 _CLIPPING = frozenset({"clipping"})
+_COUNTED = frozenset({"counted"})
+"""A topic whose loops other forms cannot play."""
 # Of forms that differ from another one only in when memory is there, or in the thread that stages run on.
 _SOME = frozenset({"plain", "accumulation", "gradients", "schedules", "resuming", "joined"})
 _ZERO: dict[str, Any] = {"state": _consolidated, "has_whole_state": False}
@@ -211,6 +229,25 @@ FORMS: tuple[Form, ...] = (
         topics=_CLIPPING,
         **_ZERO,
     ),
+    Form(
+        name="counted",
+        made="`DivideByCount(), AllReduce(), Step(OverlappedOptimizer(o))`",
+        build=_counted(),
+        topics=_COUNTED,
+    ),
+    Form(
+        name="counted deferred",
+        made="`DivideByCount(), AllReduce(), Step(OverlappedOptimizer(o), deferred=True)`",
+        build=_counted(deferred=True),
+        topics=_COUNTED,
+    ),
+    Form(
+        name="counted zero",
+        made="`DivideByCount(), ZeroStep(zero)`",
+        build=_counted_sharded,
+        topics=_COUNTED,
+        **_ZERO,
+    ),
     Form(name="local", made="`LocalSGD` before its `start_step`", build=_local, state=_local_state),
 )
 
@@ -219,7 +256,7 @@ ALL = tuple(form.name for form in FORMS)
 
 def forms_of(topic: str) -> tuple[Form, ...]:
     """The forms that play the loops of ``topic``."""
-    return tuple(form for form in FORMS if form.topics is None or topic in form.topics)
+    return tuple(form for form in FORMS if topic in (form.topics or {topic} - _COUNTED))
 
 
 AUTOMATIC = ("automatic", "hook")

@@ -77,6 +77,17 @@ class Run:
         self.place = 0
         """How many batches have been used."""
         self._compares_state = True
+        self.by_count: Any = None
+        """The chain's ``DivideByCount``, where it has one."""
+
+    def count(self, number: int) -> None:
+        """Say how many samples the next loss is the sum of."""
+        if self.by_count is not None:
+            self.by_count.count(number)
+
+    def weight(self, total: int) -> float:
+        """What a sum is multiplied by where ``total`` samples of all ranks are counted; plain DDP divides by itself."""
+        return dist.get_world_size() / total if self.by_count is None else 1.0
 
     def batches(self, steps: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's next inputs and targets."""

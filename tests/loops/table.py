@@ -56,7 +56,7 @@ def page() -> str:
     cells = len(played)
     top = _TOP.format(
         loops=len(loops),
-        forms=len(FORMS),
+        forms=max(len(forms_of(loop.topic)) for loop in loops.values()),
         cells=cells,
         exact=cells - counts.total(),
         refused=counts["refused"],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bucket_functions import Ones
 from overlap import (
     AllReduce,
     ClipGradNorm,
@@ -158,6 +159,8 @@ SCENARIOS: dict[str, Scenario] = {
     "log, skip": Scenario(build=step(AllReduce, lambda: Log(lambda step, norms: None), SkipNonFinite), plain=adamw),
     "clip the norm, sharded": Scenario(build=zero(lambda: ClipGradNorm(0.1), gather="forward"), as_on_host=False),
     "overflows, sharded": Scenario(build=zero(deferred=True, gather="forward"), loop=loops.overflows, plain=adamw),
+    "count": Scenario(build=step(Ones, AllReduce), plain=adamw),
+    "count, factors, sharded": Scenario(build=zero(Ones, _factors), as_on_host=False),
     # Loops.
     "unused, sharded, in the next forward": Scenario(
         build=zero(deferred=True, gather="forward"), plain=adamw, **_UNUSED

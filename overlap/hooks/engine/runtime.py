@@ -129,6 +129,7 @@ class Runtime:
         # The backward whose end is watched, what begins that from an output of the model, and what watches the buckets.
         self._graph = -1
         self._on_gradient = partial(_on_gradient, weakref.ref(self))
+        self._on_accumulation = partial(_on_accumulation, weakref.ref(self))
         self._watchers: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
         self.executor = model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
@@ -149,7 +150,15 @@ class Runtime:
         self._attached: list[Stage] = []
         # Those that do something then.
         self._called: dict[str, list[Stage]] = {
-            method: [] for method in ("before_forward", "before_backward", "after_backward", "commit", "discard")
+            method: []
+            for method in (
+                "before_forward",
+                "before_gradients",
+                "before_backward",
+                "after_backward",
+                "commit",
+                "discard",
+            )
         }
         # The chain as coroutines, and the method of each stage that may offer a plan instead.
         self._pieces: list[Piece] = []
@@ -287,11 +296,14 @@ class Runtime:
 
     def after_forward(self, outputs: Any) -> None:
         """Called after a forward: a backward that ends with an error before its first bucket is to be noticed, too."""
-        if (model := self._model()) is None or not model.require_backward_grad_sync:
+        if (model := self._model()) is None:
             return
+        if not model.require_backward_grad_sync and not self._called["before_gradients"]:
+            return
+        on_gradient = self._on_gradient if model.require_backward_grad_sync else self._on_accumulation
         for tensor in tensors_in(outputs):
             if (node := tensor.grad_fn) is not None:
-                node.register_prehook(self._on_gradient)
+                node.register_prehook(on_gradient)
 
     def _check_outside(self, outside: OutsideOfBuckets) -> None:
         """Refuses parameters that require a gradient and are in no bucket, which with a reducer alone is a warning."""
@@ -332,7 +344,7 @@ class Runtime:
         if kept is not None and kept.fits(raw, current.divisor):
             bucket = kept.bucket
             if kept.has_coroutines:  # They may keep what they are given, and a plan does not look at it again.
-                bucket = bucket.again(raw)
+                bucket = bucket.with_changes(raw=raw)
             bucket.__dict__["step"] = current.step
         else:
             bucket, kept, refusal = self._changed_bucket(raw, current, is_replay)
@@ -486,7 +498,8 @@ class Runtime:
         if not self.context.learns_of_steps and (is_replay or self.context.names is None):
             self.commit()  # No forward was seen.
         try:
-            if self.context.names is None or isinstance(self.executor, StreamExecutor):
+            is_inline = self.context.names is None or isinstance(self.executor, StreamExecutor)
+            if is_inline and is_capturing(self.context.device):
                 self._refuse_capture()  # Registered as a hook, it is not called before forwards.
             if not self._is_ready:  # Registered as a hook: the model was not known before its first bucket.
                 self.attach()
@@ -541,6 +554,8 @@ class Runtime:
 
     def _watch_backward(self, graph: int) -> None:
         self._graph = graph
+        for stage in self._called["before_gradients"]:
+            stage.before_gradients(synchronizes=True)
         if_abandoned(partial(self._abandon, self.passes))
 
     def _abandon(self, passes: int) -> None:
@@ -565,6 +580,13 @@ def _on_gradient(alive: weakref.ref[Runtime], gradients: Any) -> None:
     runtime, graph = alive(), backward_id()
     if runtime is not None and graph != runtime._graph:
         runtime._watch_backward(graph)
+
+
+def _on_accumulation(alive: weakref.ref[Runtime], gradients: Any) -> None:
+    """As :func:`_on_gradient`, of a forward under ``no_sync``."""
+    if (runtime := alive()) is not None:
+        for stage in runtime._called["before_gradients"]:
+            stage.before_gradients(synchronizes=False)
 
 
 def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:

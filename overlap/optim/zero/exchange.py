@@ -319,7 +319,8 @@ class Exchange:
         """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,
         divided. Parameters that are not sharded are averaged on every rank: all, where ``shards`` is ``None``."""
         # As in DDP, each rank divides before the sum, which keeps half precision in range.
-        bucket.buffer.mul_(1 / bucket.divisor)
+        if bucket.divisor != 1:
+            bucket.buffer.mul_(1 / bucket.divisor)
         if shards is None:
             await all_reduce(bucket.buffer, group=bucket.group)
             return
