@@ -221,11 +221,12 @@ class ReplicaRuntime(Runtime):
         """Find whether the gradients of all shards are finite, and whether a rank with another shard has failed."""
         if not self._peers or (has_streams(self.context.device) and not self._called["discard"]):
             return
-        verdict = torch.zeros((), device=self.context.device)  # 1: not finite; 2: failed; 3 + n: first on rank n.
+        verdict = torch.zeros((), device=self.context.device)  # 1: not finite; from 2 on: failed, its own error above.
         if self._are_finite:
             verdict += ~torch.cat([hold(one).view(-1) for one in self._are_finite]).all()
         if (error := finished.error) is not None:
-            verdict.fill_(2 if isinstance(error, CollectiveError) else 3 + dist.get_rank())
+            is_own = not isinstance(error, CollectiveError)
+            verdict.fill_(2 + dist.get_rank() + is_own * dist.get_world_size())
         try:
             for group in self._peers:
                 group_all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
@@ -235,8 +236,8 @@ class ReplicaRuntime(Runtime):
         if has_streams(verdict.device):  # Where the host cannot ask.
             self._are_finite.append(verdict == 0)
         elif (found := int(verdict)) >= 2:
-            rank = f"rank {found - 3}" if found > 2 else "another rank"
-            finished.fail(PeerError(f"{rank}, which has another shard of this replica, failed in its reduction"))
+            rank = (found - 2) % dist.get_world_size()
+            finished.fail(PeerError(f"rank {rank}, which has another shard of this replica, failed: see its error"))
         elif found:
             self._are_finite.append(torch.tensor(False))
 
@@ -255,48 +256,55 @@ def register_replicas(
     model: nn.Module, stage: Stage | Callable[..., Any], state: Any, group: dist.ProcessGroup | None
 ) -> ReplicaRegistration:
     """See :func:`overlap.register`."""
-    made = as_stage(stage, state)
-    for one in walk(made):
-        if one.sequence == (one,) and (one.role is not Role.REDUCER or isinstance(one, HookStage | PostLocal)):
-            reason = _INSTEAD.get(
-                one.role, "it chooses its ranks by itself: give a reducer such as Cast(torch.bfloat16)"
-            )
-            raise ConfigurationError(f"{one!r} cannot be registered with a model that FSDP shards: {reason}")
-    dispatcher = found_dispatcher(model)
-    groups = param_groups(model)
+    dispatcher, groups = found_dispatcher(model), param_groups(model)
     replicas = _replicas(groups, group)
     parameters: dict[Tensor, str] = {
         one: plain_name(name).replace(_CHECKPOINTED, "") for name, one in model.named_parameters()
     }
     units = [_Unit(one, parameters) for one in groups]
-    context = StageContext(
-        group=replicas,
-        device=groups[0].device,
-        names={shard: unit.names[one] for unit in units for one, shard in unit.shards.items()},
-        finds_unused=False,
-        module=ref(model),
-    )
-    check_device(context.device, replicas)
-    peers = _peers(units, replicas)
-    runtime = ReplicaRuntime(made, context, units, peers, by_hook=group is not None)
-    try:
-        with ExitStack() as stack:
-            agreement, *others = [stack.enter_context(Agreement(one, "register a chain")) for one in (replicas, *peers)]
+    peers, runtime = _peers(units, replicas), None
+    with ExitStack() as stack:
+        agreement, *others = [stack.enter_context(Agreement(one, "register a chain")) for one in (replicas, *peers)]
+        try:
+            made = _checked(as_stage(stage, state))
+            context = StageContext(
+                group=replicas,
+                device=groups[0].device,
+                names={shard: unit.names[one] for unit in units for one, shard in unit.shards.items()},
+                finds_unused=False,
+                module=ref(model),
+            )
+            check_device(context.device, replicas)
+            runtime = ReplicaRuntime(made, context, units, peers, by_hook=group is not None)
             runtime.attach()
             _check_copied(runtime, units)
             check_alike(agreement, runtime)
             for other in others:
                 other.agree()
             runtime.open()
-    except BaseException:
-        with suppress(Exception):  # The other error is the cause.
-            runtime.close()
-        raise
+        except BaseException as error:
+            for one in (agreement, *others):  # Ranks of one group wait for this one, which another group has stopped.
+                one.report(error)
+            with suppress(Exception):  # The other error is the cause.
+                if runtime is not None:
+                    runtime.close()
+            raise
     if dispatcher is None:
         keep_dispatcher(dispatcher := Dispatcher(replicas), model, model)
     runtime.install()
     registration = dispatcher.registration = ReplicaRegistration(runtime, dispatcher, model, units)
     return registration
+
+
+def _checked(stage: Stage) -> Stage:
+    """Raises: ConfigurationError: ``stage`` is more than reducers."""
+    for one in walk(stage):
+        if one.sequence == (one,) and (one.role is not Role.REDUCER or isinstance(one, HookStage | PostLocal)):
+            reason = _INSTEAD.get(
+                one.role, "it chooses its ranks by itself: give a reducer such as Cast(torch.bfloat16)"
+            )
+            raise ConfigurationError(f"{one!r} cannot be registered with a model that FSDP shards: {reason}")
+    return stage
 
 
 def _replicas(groups: list[Any], given: dist.ProcessGroup | None) -> dist.ProcessGroup:

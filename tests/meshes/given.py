@@ -82,8 +82,8 @@ def sharded(case: Case, *, native: bool = False, mesh: Any = None, model: nn.Mod
     return model, group
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.3, momentum=0.9)
+def optimizer_of(model: nn.Module, lr: float = 0.3) -> torch.optim.Optimizer:
+    return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=lr, momentum=0.9)
 
 
 def words_of(rank: int, step: int, micro: int = 0) -> Tensor:
