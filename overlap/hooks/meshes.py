@@ -359,7 +359,7 @@ def _check_copied(runtime: ReplicaRuntime, units: list[_Unit]) -> None:
     """With tensor parallelism a parameter that is not divided by it has copies, which a reducer that rounds a gradient
     with its neighbours would let diverge. Raises: ConfigurationError."""
     divided = {
-        name: sum(one.sharded_param.placements[dim].is_shard() for dim in dims)
+        name: sum(not one.sharded_param.placements[dim].is_replicate() for dim in dims)
         for unit in units
         for one, name in unit.names.items()
         if isinstance(one.sharded_param, DTensor)
@@ -417,8 +417,10 @@ class ReplicaRegistration(Registration):
                 for path, dtypes in theirs.items():
                     found[path] = {**dtypes, **found.get(path, {})}
         for path, errors in _by_shard(tree):
-            for name, dtype in found["|".join(path)].items():
-                errors.setdefault(name, torch.zeros_like(self._shards[name], dtype=dtype))
+            dtypes, kept = found["|".join(path)], dict(errors)
+            errors.clear()
+            for name in filter(dtypes.__contains__, self._shards):  # In the same order on all ranks.
+                errors[name] = kept.get(name, torch.zeros_like(self._shards[name], dtype=dtypes[name]))
         made: dict[str, Any] = {}
         head = f"{_MARK}{self._group.rank()}|"
         skeleton = self._flattened(tree, (), head, made)
@@ -442,14 +444,9 @@ class ReplicaRegistration(Registration):
         parameter = self._fsdp[name].sharded_param
         if not isinstance(parameter, DTensor) or not (dims := _dims_of_replica(parameter.device_mesh, self._group)):
             return local
-        mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names
-        if len(dims) < mesh.ndim:
-            if names is None:
-                raise UnsupportedError(
-                    "the mesh has no names, by which its shards are saved: make it with init_device_mesh(..., "
-                    'mesh_dim_names=("replicate", "shard"))'
-                )
-            mesh = mesh[tuple(names[dim] for dim in dims)]
+        mesh = parameter.device_mesh
+        if len(dims) < mesh.ndim:  # FSDP itself wants names.
+            mesh = mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in dims)]
         placements = [parameter.placements[dim] for dim in dims]
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
