@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -31,8 +32,16 @@ from overlap._checks import check_device
 from overlap._torch.autograd import after_backward, backward_id
 from overlap._torch.ddp import plain_name
 from overlap._torch.device import has_streams, hold
-from overlap._torch.fsdp import DeviceMesh, DTensor, ReplicaGroup, param_groups, replicas_of, trained
-from overlap.errors import CollectiveError, ConfigurationError, PeerError, RegistrationError, UnsupportedError
+from overlap._torch.fsdp import (
+    DTensor,
+    ReplicaGroup,
+    dims_of_replica,
+    group_of_replicas,
+    param_groups,
+    replicas_of,
+    trained,
+)
+from overlap.errors import CollectiveError, ConfigurationError, PeerError
 from overlap.hooks.adapters import HookStage, as_stage
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.engine.channels import Channels
@@ -56,6 +65,7 @@ __all__ = ["ReplicaRegistration", "ReplicaRuntime", "register_replicas"]
 _INSTEAD = {
     Role.TRANSFORM: "it would see a shard of a unit at a time: use torch.nn.utils.clip_grad_norm_ after backward",
     Role.UPDATE: "FSDP owns the parameters: make the step with optimizer.step() after backward",
+    Role.REDUCER: "it chooses its ranks by itself: give a reducer such as Cast(torch.bfloat16)",
     Role.AVERAGER: "FSDP owns the parameters, and averaging between steps is for DistributedDataParallel",
 }
 # Whatever lies beside a gradient, its mean is the same.
@@ -81,8 +91,7 @@ class _Unit:
         self.partial: Tensor | None = None
         """On a 1-D mesh: what backward passes without an all-reduce have left."""
         self._trained: list[Any] = []
-        self._numel = 0
-        self._members: dict[str, Any] = {}
+        self._numel, self._members = 0, dict[str, Any]()
 
     def members(self, numel: int) -> dict[str, Any]:
         """The parameters of a flat gradient of ``numel`` elements, for a bucket."""
@@ -91,9 +100,9 @@ class _Unit:
             for one in now:  # Rows that pad a shard to the size of the others lie between them, and are zero.
                 views.append((one.sharded_size, one.contiguous_sharded_stride, offset))
                 offset += one.padded_sharded_param_size.numel()
-            fqns, shards = tuple(self.names[one] for one in now), tuple(self.shards[one] for one in now)
-            self._trained, self._numel = now, offset
+            fqns, shards = tuple(map(self.names.__getitem__, now)), tuple(map(self.shards.__getitem__, now))
             self._members = {"fqns": fqns, "parameters": shards, "views": tuple(views)}
+            self._trained, self._numel = now, offset
         if numel != self._numel:
             names = self._members["fqns"]
             raise ConfigurationError(
@@ -106,18 +115,13 @@ class _Unit:
 class ReplicaRuntime(Runtime):
     """Runs a reducer on the units of one FSDP model. See [Note: replicas].
 
-    Args:
-        peers: groups of ranks that have the other shards of this replica, one for each dimension of the mesh.
-        by_hook: whether FSDP itself does not reduce between replicas.
+    ``peers`` are groups of ranks that have the other shards of this replica, one for each dimension of the mesh.
     """
 
-    def __init__(
-        self, stage: Stage, context: StageContext, units: list[_Unit], peers: list[dist.ProcessGroup], *, by_hook: bool
-    ) -> None:
+    def __init__(self, stage: Stage, context: StageContext, units: list[_Unit], peers: list[dist.ProcessGroup]) -> None:
         super().__init__(stage, context)
-        self._units, self._peers, self._by_hook = units, peers, by_hook
-        leaves = [one for one in walk(stage) if not one.children]
-        self._is_sum = all(type(one) is AllReduce for one in leaves)
+        self.units, self.peers = units, peers
+        self._has_sums = all(type(one) is AllReduce for one in walk(stage) if not one.children)
         self._is_awaited = False
 
     def _new_executor(self, stage: Stage, context: StageContext) -> Executor:
@@ -127,27 +131,27 @@ class ReplicaRuntime(Runtime):
 
     def install(self) -> None:
         """Have FSDP call the reducer."""
-        for unit in self._units:
-            if self._by_hook:
+        for unit in self.units:
+            if replicas_of(unit.fsdp) is None:
                 unit.fsdp._all_reduce_hook = partial(self._on_shard, unit)
             else:  # Units have the object in common.
                 unit.fsdp.mesh_info = copy.copy(unit.fsdp.mesh_info)
-                group = ReplicaGroup(self.context.group, partial(self._reduce, unit))
-                unit.fsdp.mesh_info.replicate_process_group = group
+                stand_in = ReplicaGroup(self.context.group, partial(self._reduce, unit))
+                unit.fsdp.mesh_info.replicate_process_group = stand_in
 
     def close(self) -> None:
-        for unit in self._units:
-            if self._by_hook:
-                unit.fsdp._all_reduce_hook = None
-            elif isinstance(replicas_of(unit.fsdp), ReplicaGroup):
+        units, self.units = self.units, []
+        for unit in units:
+            if isinstance(replicas_of(unit.fsdp), ReplicaGroup):
                 unit.fsdp.mesh_info.replicate_process_group = self.context.group
-        self._units = []
+            elif replicas_of(unit.fsdp) is None:
+                unit.fsdp._all_reduce_hook = None
         super().close()
 
     # A backward.
 
     def _is_synchronized(self) -> bool:
-        return any(unit.fsdp.reduce_grads and unit.fsdp.all_reduce_grads for unit in self._units)
+        return any(unit.fsdp.reduce_grads and unit.fsdp.all_reduce_grads for unit in self.units)
 
     def _watch_backward(self, graph: int) -> None:
         super()._watch_backward(graph)
@@ -179,32 +183,24 @@ class ReplicaRuntime(Runtime):
             current.executor.submit(partial(self._run, current, unit, flat, is_sum))
 
     def _run(self, current: BackwardPass, unit: _Unit, flat: Tensor, is_sum: bool) -> None:
-        replicas, factor, divisor = self.context.group.size(), 1.0, 1
-        # A sum is asked for, or the backend's mean is the sum, divided, as Gloo's: one that is rounded once.
-        is_exact = self._is_sum and (is_sum or (not has_streams(flat.device) and flat.dtype != torch.float16))
-        if not is_exact:
-            divisor, factor = replicas, float(replicas) if is_sum else 1.0
-        elif not is_sum:
-            factor = 1 / replicas
+        """Run the stages. FSDP asks for the sum where it divides by itself, and else for the mean, which is the
+        backend's: Gloo's is the sum, divided, and a sum of ``AllReduce()`` is as exact."""
+        divisor = replicas = self.context.group.size()
+        if self._has_sums and (is_sum or not (has_streams(flat.device) or flat.dtype == torch.float16)):
+            divisor = 1
+        at: dict[str, Any] = {"index": self._arrived, "is_last": False, "step": current.step}
         try:
-            bucket = Bucket(
-                buffer=flat,
-                index=self._arrived,
-                is_last=False,
-                group=self.context.group,
-                divisor=divisor,
-                step=current.step,
-                **unit.members(flat.numel()),
-            )
+            members = unit.members(flat.numel())
         except ConfigurationError as error:
             current.fail(error)
             return
         self._arrived += 1
+        bucket = Bucket(buffer=flat, group=self.context.group, divisor=divisor, **at, **members)
         current.drive(Task(self._pieces, current.executor), bucket, bucket, None, to_end=True)
-        if factor < 1:
+        if is_sum and divisor > 1:
+            flat.mul_(divisor)
+        elif not is_sum and divisor < replicas:
             flat.div_(replicas)
-        elif factor > 1:
-            flat.mul_(replicas)
 
     def _after(self, *, is_dropped: bool = False) -> None:
         """Called when FSDP has set the gradients."""
@@ -213,13 +209,13 @@ class ReplicaRuntime(Runtime):
             return
         if is_dropped:
             self._finish_without_raise(finished)
-            return
-        self._decide(finished)
-        self._finish(finished)
+        else:
+            self._decide(finished)
+            self._finish(finished)
 
     def _decide(self, finished: BackwardPass) -> None:
         """Find whether the gradients of all shards are finite, and whether a rank with another shard has failed."""
-        if not self._peers or (has_streams(self.context.device) and not self._called["discard"]):
+        if not self.peers or (has_streams(self.context.device) and not self._called["discard"]):
             return
         verdict = torch.zeros((), device=self.context.device)  # 1: not finite; from 2 on: failed, its own error above.
         if self._are_finite:
@@ -228,7 +224,7 @@ class ReplicaRuntime(Runtime):
             is_own = not isinstance(error, CollectiveError)
             verdict.fill_(2 + dist.get_rank() + is_own * dist.get_world_size())
         try:
-            for group in self._peers:
+            for group in self.peers:
                 group_all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
         except CollectiveError as lost:
             finished.fail(lost)
@@ -243,7 +239,7 @@ class ReplicaRuntime(Runtime):
 
     def _conclude(self, finished: BackwardPass) -> BaseException | None:
         if finished.error is not None:
-            for unit in self._units:
+            for unit in self.units:
                 unit.partial = None
         return super()._conclude(finished)
 
@@ -257,7 +253,7 @@ def register_replicas(
 ) -> ReplicaRegistration:
     """See :func:`overlap.register`."""
     dispatcher, groups = found_dispatcher(model), param_groups(model)
-    replicas = _replicas(groups, group)
+    replicas = group_of_replicas(groups, group)
     parameters: dict[Tensor, str] = {
         one: plain_name(name).replace(_CHECKPOINTED, "") for name, one in model.named_parameters()
     }
@@ -266,7 +262,8 @@ def register_replicas(
     with ExitStack() as stack:
         agreement, *others = [stack.enter_context(Agreement(one, "register a chain")) for one in (replicas, *peers)]
         try:
-            made = _checked(as_stage(stage, state))
+            made = as_stage(stage, state)
+            _check(made)
             context = StageContext(
                 group=replicas,
                 device=groups[0].device,
@@ -275,7 +272,7 @@ def register_replicas(
                 module=ref(model),
             )
             check_device(context.device, replicas)
-            runtime = ReplicaRuntime(made, context, units, peers, by_hook=group is not None)
+            runtime = ReplicaRuntime(made, context, units, peers)
             runtime.attach()
             _check_copied(runtime, units)
             check_alike(agreement, runtime)
@@ -292,78 +289,34 @@ def register_replicas(
     if dispatcher is None:
         keep_dispatcher(dispatcher := Dispatcher(replicas), model, model)
     runtime.install()
-    registration = dispatcher.registration = ReplicaRegistration(runtime, dispatcher, model, units)
+    registration = dispatcher.registration = ReplicaRegistration(runtime, dispatcher, model)
     return registration
 
 
-def _checked(stage: Stage) -> Stage:
+def _check(stage: Stage) -> None:
     """Raises: ConfigurationError: ``stage`` is more than reducers."""
     for one in walk(stage):
         if one.sequence == (one,) and (one.role is not Role.REDUCER or isinstance(one, HookStage | PostLocal)):
-            reason = _INSTEAD.get(
-                one.role, "it chooses its ranks by itself: give a reducer such as Cast(torch.bfloat16)"
+            raise ConfigurationError(
+                f"{one!r} cannot be registered with a model that FSDP shards: {_INSTEAD[one.role]}"
             )
-            raise ConfigurationError(f"{one!r} cannot be registered with a model that FSDP shards: {reason}")
-    return stage
-
-
-def _replicas(groups: list[Any], given: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The ranks with the same shards. Raises: ConfigurationError, RegistrationError: there are none to reduce over."""
-    if not groups:
-        raise ConfigurationError("no part of the model has parameters that FSDP shards: call fully_shard(model) first")
-    if meta := [one for unit in groups for one in unit.fsdp_params if one.sharded_param.is_meta]:
-        raise UnsupportedError(
-            f"{len(meta)} parameters are on the meta device, without values: call model.to_empty(device=...) and "
-            "load a state before registering"
-        )
-    found = {replicas_of(unit) for unit in groups}
-    if any(isinstance(one, ReplicaGroup) for one in found):
-        raise RegistrationError("a part of the model has a reducer registered already: .remove() that registration")
-    if len(found) > 1:
-        raise ConfigurationError(
-            "parameters are replicated over different groups of ranks, and one reducer serves one: call fully_shard "
-            "with the same mesh for all of them"
-        )
-    own = found.pop()
-    if own is not None and given is not None:
-        raise ConfigurationError("FSDP reduces over the mesh's replicate dimension by itself: leave group= out")
-    if own is not None:
-        return own
-    if given is None:
-        raise ConfigurationError(
-            "the mesh has no replicate dimension, so there is nothing to reduce between: call fully_shard(model, "
-            'mesh=init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))), or give group='
-        )
-    if any(unit._all_reduce_hook is not None for unit in groups):
-        raise RegistrationError("a part of the model has a hook already: leave set_all_reduce_hook out")
-    shards = {rank for unit in groups for rank in dist.get_process_group_ranks(unit.mesh_info.shard_process_group)}
-    if common := sorted(shards & set(dist.get_process_group_ranks(given)) - {dist.get_rank()}):
-        raise ConfigurationError(
-            f"group= has ranks {common}, which have other shards of the same parameters: give the ranks that have the "
-            'same shard, mesh.get_group("replicate")'
-        )
-    return given
 
 
 def _peers(units: list[_Unit], replicas: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     """The groups that this rank has in the dimensions along which its replica lies."""
     parameters = (one.sharded_param for unit in units for one in unit.names)
     meshes = [one.device_mesh for one in parameters if isinstance(one, DTensor)]
-    if not meshes:
-        return []
-    largest = max(meshes, key=lambda mesh: mesh.ndim)
-    return [largest.get_group(dim) for dim in _dims_of_replica(largest, replicas)]
+    largest = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    return [] if largest is None else [largest.get_group(dim) for dim in dims_of_replica(largest, replicas)]
 
 
 def _check_copied(runtime: ReplicaRuntime, units: list[_Unit]) -> None:
     """With tensor parallelism a parameter that is not divided by it has copies, which a reducer that rounds a gradient
     with its neighbours would let diverge. Raises: ConfigurationError."""
     divided = {
-        name: sum(not one.sharded_param.placements[dim].is_replicate() for dim in dims)
+        name: sum(not placement.is_replicate() for placement in getattr(one.sharded_param, "placements", ()))
         for unit in units
         for one, name in unit.names.items()
-        if isinstance(one.sharded_param, DTensor)
-        and (dims := _dims_of_replica(one.sharded_param.device_mesh, runtime.context.group)) is not None
     }
     copied = {name for name, times in divided.items() if times < max(divided.values())}
     for stage, context in with_contexts(runtime.stage, runtime.context):
@@ -388,103 +341,85 @@ class ReplicaRegistration(Registration):
     a text for each rank.
     """
 
-    def __init__(self, runtime: ReplicaRuntime, dispatcher: Dispatcher, model: nn.Module, units: list[_Unit]) -> None:
+    def __init__(self, runtime: ReplicaRuntime, dispatcher: Dispatcher, model: nn.Module) -> None:
         super().__init__(runtime, dispatcher, model)
-        self._peers, self._group = runtime._peers, runtime.context.group
-        members = [(unit.names[one], one, unit.shards[one]) for unit in units for one in unit.names]
+        self._peers, self._group = runtime.peers, runtime.context.group
+        members = [(unit.names[one], one, unit.shards[one]) for unit in runtime.units for one in unit.names]
         self._shards: dict[str, Tensor] = {name: shard for name, _, shard in members}
         self._fsdp = {name: one for name, one, _ in members}
-        self._shard = ".".join(str(peers.rank()) for peers in self._peers)
-        """The place of this rank in its replica."""
+        self._place = ".".join(str(peers.rank()) for peers in self._peers)
+        """That of this rank in its replica."""
 
     def state_dict(self, metadata: Any = None) -> dict[str, Any]:
         """The reducer's memory as the last step has left it, for ``dcp.save``; with the ``metadata`` of a checkpoint,
         tensors of its shapes, for ``dcp.load``. Every rank calls it.
 
-        Communication: the ranks of a replica compare the names of parameters with errors, where there are any shards.
-
-        >>> state = registration.state_dict()  # doctest: +SKIP
-        >>> dcp.save({"model": model.state_dict(), "overlap": state}, checkpoint_id=folder)  # doctest: +SKIP
+        Communication: the ranks of a replica compare the names of parameters with errors.
         """
         if metadata is not None:
             return self._empty(metadata.state_dict_metadata)
         tree = self.stage.state_dict()
-        found: dict[str, dict[str, torch.dtype]] = {}
-        for path, errors in _by_shard(tree):
-            found["|".join(path)] = {name: error.dtype for name, error in errors.items()}
+        found = {path: {name: error.dtype for name, error in errors.items()} for path, errors in _by_shard(tree)}
         for peers in self._peers:  # A shard may be too small to be compressed, or empty.
             for theirs in of_all_ranks(found, peers):
-                for path, dtypes in theirs.items():
-                    found[path] = {**dtypes, **found.get(path, {})}
+                found = {path: {**theirs.get(path, {}), **dtypes} for path, dtypes in {**theirs, **found}.items()}
         for path, errors in _by_shard(tree):
-            dtypes, kept = found["|".join(path)], dict(errors)
+            dtypes, kept = found[path], dict(errors)
             errors.clear()
             for name in filter(dtypes.__contains__, self._shards):  # In the same order on all ranks.
                 errors[name] = kept.get(name, torch.zeros_like(self._shards[name], dtype=dtypes[name]))
         made: dict[str, Any] = {}
         head = f"{_MARK}{self._group.rank()}|"
         skeleton = self._flattened(tree, (), head, made)
-        made[f"{head}{self._shard}"] = json.dumps({"replicas": self._group.size(), "state": skeleton})
+        made[f"{head}{self._place}"] = json.dumps({"replicas": self._group.size(), "state": skeleton})
         return made
 
     def _flattened(self, value: Any, path: tuple[str, ...], head: str, made: dict[str, Any]) -> Any:
         if isinstance(value, Tensor):
-            is_shard = path[-2:-1] and path[-2] in _BY_SHARD
-            key = head + "|".join(path if is_shard else (*path, self._shard))
+            is_shard = _is_shard(path)
+            key = head + "|".join(path if is_shard else (*path, self._place))
             made[key] = self._whole(path[-1], value) if is_shard else value
             return {_TENSOR: key.removeprefix(head)}
         if isinstance(value, Mapping):
             return {key: self._flattened(one, (*path, key), head, made) for key, one in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._flattened(one, (*path, str(place)), head, made) for place, one in enumerate(value)]
         return value
 
     def _whole(self, name: str, local: Tensor) -> Tensor:
         """``local`` as this rank's shard of a tensor of the whole parameter's shape."""
         parameter = self._fsdp[name].sharded_param
-        if not isinstance(parameter, DTensor) or not (dims := _dims_of_replica(parameter.device_mesh, self._group)):
+        if not isinstance(parameter, DTensor) or not (dims := dims_of_replica(parameter.device_mesh, self._group)):
             return local
         mesh = parameter.device_mesh
         if len(dims) < mesh.ndim:  # FSDP itself wants names.
             mesh = mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in dims)]
-        placements = [parameter.placements[dim] for dim in dims]
-        shape, stride = parameter.shape, parameter.stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        at: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(local, mesh, [parameter.placements[dim] for dim in dims], run_check=False, **at)
 
     def _empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank loads of the keys that a checkpoint has."""
         keys = {rest: key for key in saved if (rest := key.partition(_MARK)[2])}
-        trees = sorted({tuple(key.split("|")) for key in keys if key.count("|") == 1})
-        old = len({replica for replica, _ in trees})
+        trees = [key.split("|") for key in keys if key.count("|") == 1]
+        places = {place for _, place in trees}
+        own = self._place if len(places) == math.prod(peers.size() for peers in self._peers) else None
         rank, ranks, made = self._group.rank(), self._group.size(), dict[str, Any]()
-        shards = {shard for _, shard in trees}
-        own = self._shard if self._shard in shards and len(shards) == self._number_of_shards() else None
+        is_same = len({replica for replica, _ in trees}) == ranks
         for rest, key in keys.items():
             replica, *path = rest.split("|")
-            is_needed = int(replica) % ranks == rank if old != ranks else int(replica) == rank
-            is_shard = len(path) > 1 and path[-2] in _BY_SHARD
+            is_own = int(replica) % ranks == rank
+            if is_same and not is_own:
+                continue
             if len(path) == 1:
-                if path[0] == (own or min(shards)):
+                if path[0] == (own or min(places)):
                     made[_MARK + rest] = ""
-            elif is_shard and is_needed:
-                empty = torch.zeros_like(self._known(path[-1]), dtype=saved[key].properties.dtype)
-                made[_MARK + rest] = self._whole(path[-1], empty)
-            elif not is_shard and path[-1] == own:
-                made[_MARK + rest] = torch.empty(
-                    saved[key].size, dtype=saved[key].properties.dtype, device=self.runtime.context.device
-                )
+            elif not _is_shard(path):
+                if path[-1] == own:
+                    made[_MARK + rest] = torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
+            elif path[-1] not in self._shards:
+                raise ConfigurationError(f"the state has errors of {path[-1]}, which the model does not have")
+            elif is_own:
+                local = torch.zeros_like(self._shards[path[-1]], dtype=saved[key].properties.dtype)
+                made[_MARK + rest] = self._whole(path[-1], local)
         return made
-
-    def _number_of_shards(self) -> int:
-        number = 1
-        for peers in self._peers:
-            number *= peers.size()
-        return number
-
-    def _known(self, name: str) -> Tensor:
-        if name not in self._shards:
-            raise ConfigurationError(f"the state has the error feedback of {name}, which the model does not have")
-        return self._shards[name]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``dcp.load`` has filled in of :meth:`state_dict` with a checkpoint's metadata, on every rank.
@@ -494,51 +429,38 @@ class ReplicaRegistration(Registration):
 
         Raises:
             ConfigurationError: it is another model's or another stage's, or tensors are missing.
-
-        >>> reader = dcp.FileSystemReader(folder)  # doctest: +SKIP
-        >>> state = {"overlap": registration.state_dict(reader.read_metadata())}  # doctest: +SKIP
-        >>> dcp.load(state, storage_reader=reader)  # doctest: +SKIP
-        >>> registration.load_state_dict(state["overlap"])  # doctest: +SKIP
         """
         found = {key.removeprefix(_MARK): value for key, value in state_dict.items() if key.startswith(_MARK)}
         trees = {int(key.split("|")[0]): json.loads(found[key]) for key in found if key.count("|") == 1}
         rank, ranks = self._group.rank(), self._group.size()
         old = next(iter(trees.values()))["replicas"] if trees else 0
-        if sorted(trees) not in ([*range(old)], [rank]) or (old != ranks and len(trees) != old) or not trees:
-            raise ConfigurationError(f"the state of {old or 'some'} replicas is not complete: {_LOAD}")
-        states = {}
-        for replica, tree in trees.items():
-            is_needed = replica % ranks == rank if old != ranks else replica == rank
-            states[replica] = self._rebuilt(tree["state"], f"{replica}|", found, is_needed)
-        of_all = [states[replica] for replica in sorted(states)]
-        made = states[rank] if old == ranks else redistributed(self.stage, of_all, rank=rank, ranks=ranks)
+        if not trees or sorted(trees) != ([rank] if old == ranks else [*range(old)]):
+            raise ConfigurationError(f"the state is not one of this registration, or not complete: {_LOAD}")
+        of_all = [self._rebuilt(tree["state"], replica, found) for replica, tree in sorted(trees.items())]
+        made = of_all[0] if old == ranks else redistributed(self.stage, of_all, rank=rank, ranks=ranks)
         self.stage.load_state_dict(made)
 
-    def _rebuilt(self, value: Any, head: str, found: Mapping[str, Any], is_needed: bool) -> Any:
-        if isinstance(value, dict) and _TENSOR not in value:
-            made = {key: self._rebuilt(one, head, found, is_needed) for key, one in value.items()}
-            return {key: one for key, one in made.items() if one is not None or key not in self._shards}
-        if isinstance(value, list):
-            return [self._rebuilt(one, head, found, is_needed) for one in value]
+    def _rebuilt(self, value: Any, replica: int, found: Mapping[str, Any]) -> Any:
         if not isinstance(value, dict):
             return value
-        tensor, path = found.get(head + value[_TENSOR]), value[_TENSOR].split("|")
-        if tensor is None and is_needed and path[-2:-1] and path[-2] in _BY_SHARD:
+        if _TENSOR not in value:
+            made = {key: self._rebuilt(one, replica, found) for key, one in value.items()}
+            return {key: one for key, one in made.items() if one is not None or key not in self._shards}
+        tensor, is_own = found.get(f"{replica}|{value[_TENSOR]}"), replica % self._group.size() == self._group.rank()
+        if tensor is None and is_own and _is_shard(value[_TENSOR].split("|")):
             raise ConfigurationError(f"the state lacks {value[_TENSOR]}: {_LOAD}")
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _by_shard(tree: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], dict[str, Tensor]]]:
-    """The dictionaries of errors in the state of a stage, with their paths."""
-    if isinstance(tree, dict):
-        if path and path[-1] in _BY_SHARD:
-            yield path, tree
-            return
-        for key, value in tree.items():
+def _is_shard(path: Sequence[str]) -> bool:
+    """Whether a tensor of a stage's state is of the shape of a parameter's shard."""
+    return len(path) > 1 and path[-2] in _BY_SHARD
+
+
+def _by_shard(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
+    """The dictionaries of such tensors, with their paths."""
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if key in _BY_SHARD:
+            yield (*path, key), value
+        else:
             yield from _by_shard(value, (*path, key))
-
-
-def _dims_of_replica(mesh: DeviceMesh, replicas: dist.ProcessGroup) -> list[int]:
-    """The dimensions of ``mesh`` along which one replica lies."""
-    ranks = set(dist.get_process_group_ranks(replicas))
-    return [dim for dim in range(mesh.ndim) if not ranks >= set(dist.get_process_group_ranks(mesh.get_group(dim)))]
