@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,11 +47,35 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     first name. ``_orig_mod.``, which ``torch.compile`` adds, is left out, so that state saved from a compiled model
     fits the same model uncompiled. DDP looks for ignored ones as ``module.name``, so it reduces those of the root.
     """
+    real = _real_names.get(ddp, {})
     return {
-        parameter: plain_name(name)
+        parameter: real.get(name, plain_name(name))
         for name, parameter in ddp.module.named_parameters()
         if "." not in name or name not in ddp.parameters_to_ignore
     }
+
+
+# Of a DDP model that has the parameters of another module in a list.
+_real_names: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def is_sharded(module: object) -> TypeGuard[nn.Module]:
+    """Whether ``fully_shard``, or the ``replicate`` that is built on it, was called with ``module``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # To import it takes a second.
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def replicated_by(module: Any) -> DistributedDataParallel | None:
+    """The DDP model behind a ``module`` that the ``replicate`` that is built on DDP was called with."""
+    replicate = sys.modules.get("torch.distributed._composable.replicate")
+    if replicate is None or not isinstance(module, replicate.DDP):
+        return None
+    state = replicate.replicate.state(module)
+    if not state.has_initialized:
+        state.lazy_init()  # As before the first forward.
+    ddp: DistributedDataParallel = state._ddp
+    _real_names[ddp] = {str(place): plain_name(name) for place, name in enumerate(state._param_names)}
+    return ddp
 
 
 class OutsideOfBuckets:

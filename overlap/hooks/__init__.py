@@ -5,7 +5,7 @@ from typing import Any
 from overlap._lazy import check_imported_as, missing_name
 from overlap.hooks.adapters import StageHook, as_hook, as_stage, reducer
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.chain import Chain, chain
+from overlap.hooks.chain import Chain, chain, register
 from overlap.hooks.collectives import (
     all_gather,
     all_reduce,
@@ -14,7 +14,7 @@ from overlap.hooks.collectives import (
     send_recv,
     whole_pass,
 )
-from overlap.hooks.engine.registration import Registration, register
+from overlap.hooks.engine.registration import Registration
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize

@@ -1,4 +1,4 @@
-"""Stages one after another."""
+"""Stages one after another, and registering them with a model."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from torch import nn
 
-from overlap.errors import ConfigurationError
+from overlap._checks import check_ddp, check_group
+from overlap._torch.ddp import is_sharded, replicated_by, uncompiled
+from overlap.errors import ConfigurationError, OverlapError, RegistrationError, hide_internal_frames
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.engine.registration import Registration, register
+from overlap.hooks.engine.registration import Registration, register_ddp
 from overlap.hooks.stage import Role, Stage, updates_of
 from overlap.hooks.transforms.transform import Transform
 
-__all__ = ["Chain", "chain"]
+__all__ = ["Chain", "chain", "register"]
 
 
 class Chain(Stage):
@@ -45,9 +48,9 @@ class Chain(Stage):
                 raise
             bucket = stage.passed(bucket)
 
-    def register(self, ddp: DistributedDataParallel) -> Registration:
-        """Run this chain on the gradients of ``ddp``; see :func:`overlap.register`."""
-        return register(ddp, self)
+    def register(self, model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Registration:
+        """Run this chain on the gradients of ``model``; see :func:`overlap.register`."""
+        return register(model, self, group=group)
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.children))})"
@@ -115,3 +118,59 @@ def _check_order(acting: Sequence[Stage], whole: Sequence[Stage]) -> None:
             f"{missing}, so every rank would use its own gradients. Write chain({remedy}); a function that reduces is "
             "marked with @overlap.reducer"
         )
+
+
+def register(
+    model: nn.Module,
+    stage: Stage | Callable[..., Any],
+    state: Any = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Registration:
+    """Run ``stage`` on the gradients of ``model``, in place of its own all-reduce.
+
+    Every rank of the model's process group must call this, before a backward and in the same order with its other
+    collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group; on an
+    accelerator stages use the group itself. It warns where ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts all streams of a GPU
+    into one queue. Ranks that register several models of one layout do so in the same order.
+
+    With FSDP2 the stage is a reducer, which makes the mean over the replicas of each shard: on the replicate dimension
+    of a 2-D mesh (HSDP), for PyTorch's ``replicate``, or over ``group``. See docs/guides/sharded-models.md.
+
+    Args:
+        model: a ``DistributedDataParallel`` model, compiled or not, or the root that ``fully_shard`` or ``replicate``
+            was called with.
+        stage: a stage or chain, a function of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
+        state: the first argument of a hook; ``None`` for a stage.
+        group: only for a model that ``fully_shard`` shards over a 1-D mesh: the ranks that have the same shard.
+
+    Returns:
+        The registration. It lasts as long as the model and need not be kept.
+
+    Raises:
+        RegistrationError: the model already has a hook, or cannot take one.
+        ConfigurationError: ``stage`` is not a stage, has no reducer, or refuses the model.
+        PeerError: another rank raised one of these.
+        CollectiveError: another rank registers something else, or does not arrive.
+
+    >>> registration = overlap.register(ddp, fp16_compress_hook)
+    >>> loss_fn(ddp(x), y).backward()
+    >>> registration.remove()
+    """
+    try:
+        module: Any = uncompiled(model)
+        if is_sharded(module):
+            from overlap.hooks.meshes import register_replicas  # It imports FSDP, which takes a second.
+
+            return register_replicas(module, stage, state, check_group("group", group))
+        if group is not None:
+            raise RegistrationError(
+                "group= is for a model that fully_shard shards over a 1-D mesh: leave it out, and give "
+                "DistributedDataParallel(model, process_group=group)"
+            )
+        if (ddp := replicated_by(module)) is not None:
+            return register_ddp(ddp, stage, state, called=module)
+        return register_ddp(check_ddp(model, error=RegistrationError), stage, state)
+    except OverlapError as error:
+        hide_internal_frames(error)
+        raise

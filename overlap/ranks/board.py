@@ -371,6 +371,11 @@ class Agreement:
             raise cause from error
         self._board.report(error)
 
+    def report(self, error: BaseException) -> None:
+        """This rank does not come, because of an ``error`` that the ranks of another group have told it of."""
+        if self._board is not None:
+            self._board.report(error)
+
     def agree(self, value: Any = None, decide: _Decide = _decide_nothing) -> Any:
         """Wait until all ranks have come, each with a ``value`` that JSON can hold, and rank 0 has decided.
 

@@ -15,9 +15,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp, check_device, digest
+from overlap._checks import check_device, digest
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import OutsideOfBuckets, data_parallel_parameters, hook_name, refusal
@@ -26,11 +27,9 @@ from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import (
     CollectiveError,
     ConfigurationError,
-    OverlapError,
     RegistrationError,
     TrainingLoopError,
     UnsupportedError,
-    hide_internal_frames,
 )
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture
@@ -42,10 +41,18 @@ from overlap.ranks.machines import note_place, places
 
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
-__all__ = ["Registration", "register", "registration_of"]
+__all__ = [
+    "Dispatcher",
+    "Registration",
+    "check_alike",
+    "found_dispatcher",
+    "keep_dispatcher",
+    "register_ddp",
+    "registration_of",
+]
 
 
-class _Dispatcher:
+class Dispatcher:
     """The hooks of the current registration: those around a forward, and DDP's communication hook, which DDP takes once
     and keeps. Without a registration it reduces as DDP itself does, and refuses what it cannot know, a divisor of
     PyTorch's Join. A copy of the model has no communication hook, and a dispatcher without a group."""
@@ -85,7 +92,7 @@ class _Dispatcher:
         return self._reduce(bucket)
 
     def __reduce__(self) -> Any:
-        return _Dispatcher, ()
+        return Dispatcher, ()
 
     @without_saved_context()
     def _reduce(self, bucket: GradBucket) -> BucketFuture:
@@ -109,7 +116,7 @@ class _Dispatcher:
         return future
 
 
-_dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = weakref.WeakKeyDictionary()
+_dispatchers: weakref.WeakKeyDictionary[nn.Module, Dispatcher] = weakref.WeakKeyDictionary()
 
 
 class Registration:
@@ -130,13 +137,13 @@ class Registration:
     False
     """
 
-    def __init__(self, runtime: Runtime, dispatcher: _Dispatcher, ddp: DistributedDataParallel) -> None:
+    def __init__(self, runtime: Runtime, dispatcher: Dispatcher, model: nn.Module) -> None:
         self.runtime = runtime
         self.stage = runtime.stage
         self._dispatcher = dispatcher
         # Code of stages does not belong to a compiled forward.
         self.before_forward = torch.compiler.disable(runtime.before_forward)
-        self._handle = ddp.register_forward_hook(dispatcher.after_forward, always_call=True)
+        self._handle = model.register_forward_hook(dispatcher.after_forward, always_call=True)
 
     @property
     def is_active(self) -> bool:
@@ -197,43 +204,12 @@ class Registration:
         return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
 
 
-def register(
-    ddp: DistributedDataParallel,
-    stage: Stage | Callable[..., Any],
-    state: Any = None,
+def register_ddp(
+    ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any, called: nn.Module | None = None
 ) -> Registration:
-    """Run ``stage`` on the gradients of ``ddp``, in place of DDP's own all-reduce.
-
-    Every rank of the model's process group must call this, before a backward and in the same order with its other
-    collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group; on an
-    accelerator stages use the group itself. It warns where ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts all streams of a GPU
-    into one queue. Ranks that register several models of one layout do so in the same order.
-
-    Args:
-        ddp: the wrapped model, compiled or not.
-        stage: a stage or chain, a function of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
-        state: the first argument of a hook; ``None`` for a stage.
-
-    Returns:
-        The registration. It lasts as long as the model and need not be kept.
-
-    Raises:
-        RegistrationError: the model already has a hook, or cannot take one.
-        ConfigurationError: ``stage`` is not a stage, has no reducer, or refuses the model.
-        PeerError: another rank raised one of these.
-        CollectiveError: another rank registers something else, or does not arrive.
-
-    >>> registration = overlap.register(ddp, fp16_compress_hook)
-    >>> loss_fn(ddp(x), y).backward()
-    >>> registration.remove()
-    """
-    ddp = check_ddp(ddp, error=RegistrationError)
-    try:
-        with Agreement(ddp.process_group, "register a chain") as agreement:
-            return _register(ddp, stage, state, agreement)
-    except OverlapError as error:
-        hide_internal_frames(error)
-        raise
+    """See :func:`overlap.register`; ``called`` is the module that the loop calls, if it is not ``ddp``."""
+    with Agreement(ddp.process_group, "register a chain") as agreement:
+        return _register(ddp, stage, state, agreement, ddp if called is None else called)
 
 
 def _register(
@@ -241,6 +217,7 @@ def _register(
     stage: Stage | Callable[..., Any],
     state: Any,
     agreement: Agreement,
+    called: nn.Module,
 ) -> Registration:
     made = as_stage(stage, state)
     if not made.reduces and not any(child.reduces for child in made.children):
@@ -262,12 +239,7 @@ def _register(
     if ddp.static_graph and len(dtypes) > 1:
         # DDP's first backward then has one bucket for each dtype, and all of them have the number 0.
         raise UnsupportedError(f"the model has parameters of {' and '.join(dtypes)}: {NO_LAST_BUCKET}")
-    dispatcher = _dispatcher_of(ddp)
-    if dispatcher.registration is not None:
-        raise RegistrationError(
-            f"this model has {dispatcher.registration.stage!r} registered already; "
-            "first call .remove() on what register returned, or make one chain of both"
-        )
+    dispatcher = _dispatcher_of(ddp, called)
     context = StageContext(
         group=ddp.process_group,
         device=next(iter(named)).device,
@@ -286,17 +258,17 @@ def _register(
     runtime = Runtime(made, context)
     try:
         runtime.attach()
-        _check_alike(agreement, runtime)
+        check_alike(agreement, runtime)
         runtime.open()
     except BaseException:
         with contextlib.suppress(Exception):  # The other error is the cause.
             runtime.close()
         raise
-    dispatcher.registration = Registration(runtime, dispatcher, ddp)
+    dispatcher.registration = Registration(runtime, dispatcher, called)
     return dispatcher.registration
 
 
-def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
+def check_alike(agreement: Agreement, runtime: Runtime) -> None:
     """Compare what all ranks register. Raises: CollectiveError: a rank registers something else than rank 0."""
     names = runtime.context.names or {}
     parts = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in names.items()]
@@ -325,15 +297,34 @@ def _compared(described: list[Any]) -> PerRank:
     return places([host for _, _, host in described])
 
 
-def registration_of(ddp: DistributedDataParallel) -> Registration | None:
-    """The current registration of ``ddp``."""
-    dispatcher = _dispatchers.get(ddp)
+def registration_of(model: nn.Module) -> Registration | None:
+    """The current registration of ``model``."""
+    dispatcher = _dispatchers.get(model)
     return None if dispatcher is None else dispatcher.registration
 
 
-def _dispatcher_of(ddp: DistributedDataParallel) -> _Dispatcher:
-    dispatcher = _dispatchers.get(ddp)
-    if dispatcher is not None:
+def found_dispatcher(model: nn.Module) -> Dispatcher | None:
+    """That of ``model``, if it has one. Raises: RegistrationError: with a registration that is not removed."""
+    dispatcher = _dispatchers.get(model)
+    if dispatcher is not None and dispatcher.registration is not None:
+        raise RegistrationError(
+            f"this model has {dispatcher.registration.stage!r} registered already; "
+            "first call .remove() on what register returned, or make one chain of both"
+        )
+    return dispatcher
+
+
+def keep_dispatcher(dispatcher: Dispatcher, model: nn.Module, called: nn.Module) -> None:
+    """Make it that of ``model``; before each forward of ``called``, the module that the loop calls, it comes first if
+    that is another one: its own hook prepares ``model``."""
+    called.register_forward_pre_hook(
+        partial(dispatcher.before_forward, OutsideOfBuckets()), prepend=called is not model
+    )
+    _dispatchers[model] = dispatcher
+
+
+def _dispatcher_of(ddp: DistributedDataParallel, called: nn.Module) -> Dispatcher:
+    if (dispatcher := found_dispatcher(ddp)) is not None:
         return dispatcher
     if (reason := refusal(ddp)) is not None:
         raise RegistrationError(reason)
@@ -342,8 +333,7 @@ def _dispatcher_of(ddp: DistributedDataParallel) -> _Dispatcher:
             f"this model has the communication hook {name} already, and DDP takes one only; make a new "
             "DistributedDataParallel and register a chain with the hook in it: chain(as_stage(hook, state), ...)"
         )
-    dispatcher = _Dispatcher(ddp.process_group)
+    dispatcher = Dispatcher(ddp.process_group)
     ddp.register_comm_hook(None, dispatcher)
-    ddp.register_forward_pre_hook(partial(dispatcher.before_forward, OutsideOfBuckets()))
-    _dispatchers[ddp] = dispatcher
+    keep_dispatcher(dispatcher, ddp, called)
     return dispatcher

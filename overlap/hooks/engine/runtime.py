@@ -22,7 +22,7 @@ from overlap._torch.device import has_streams, hold, is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
-from overlap.hooks.engine.executors import BucketFuture, StreamExecutor, model_executor
+from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, model_executor
 from overlap.hooks.engine.wavefront import (
     BackgroundTask,
     BackwardPass,
@@ -132,7 +132,7 @@ class Runtime:
         self._on_accumulation = partial(_on_accumulation, weakref.ref(self))
         self._watchers: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
-        self.executor = model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
+        self.executor = self._new_executor(stage, context)
         self.context = replace(
             context,
             background=self.background,
@@ -176,6 +176,9 @@ class Runtime:
         worker = self.executor.worker
         self._end = weakref.finalize(self, self.executor.channels.abort if worker is None else worker.stop)
         self._end.atexit = False
+
+    def _new_executor(self, stage: Stage, context: StageContext) -> Executor:
+        return model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
 
     def attach(self) -> None:
         """Attach the stages. Raises: ConfigurationError: one refuses the model or its position."""
@@ -296,14 +299,17 @@ class Runtime:
 
     def after_forward(self, outputs: Any) -> None:
         """Called after a forward: a backward that ends with an error before its first bucket is to be noticed, too."""
-        if (model := self._model()) is None:
+        synchronizes = self._is_synchronized()
+        if not (synchronizes or self._called["before_gradients"]):
             return
-        if not model.require_backward_grad_sync and not self._called["before_gradients"]:
-            return
-        on_gradient = self._on_gradient if model.require_backward_grad_sync else self._on_accumulation
+        on_gradient = self._on_gradient if synchronizes else self._on_accumulation
         for tensor in tensors_in(outputs):
             if (node := tensor.grad_fn) is not None:
                 node.register_prehook(on_gradient)
+
+    def _is_synchronized(self) -> bool:
+        """Whether the backward of the forward that has just ended reduces gradients."""
+        return (model := self._model()) is not None and model.require_backward_grad_sync
 
     def _check_outside(self, outside: OutsideOfBuckets) -> None:
         """Refuses parameters that require a gradient and are in no bucket, which with a reducer alone is a warning."""

@@ -268,8 +268,17 @@ class BackwardPass:
         future.set_result(bucket.buffer)
         return future
 
-    def drive(self, task: Task, bucket: Bucket, given: Bucket, on_done: Callable[[Bucket], None] | None) -> None:
-        """Add a bucket to the wavefront, on the thread that runs the stages."""
+    def drive(
+        self,
+        task: Task,
+        bucket: Bucket,
+        given: Bucket,
+        on_done: Callable[[Bucket], None] | None,
+        *,
+        to_end: bool = False,
+    ) -> None:
+        """Add a bucket to the wavefront, on the thread that runs the stages; after the last one, or with ``to_end``,
+        run all to their end."""
         if self.error is not None:
             return
         try:
@@ -278,7 +287,7 @@ class BackwardPass:
                 self.executor.channels.open()
             with self.executor.scope():
                 task.begin(bucket, given, on_done)
-                self._wavefront.arrive(task, is_last=bucket.is_last)
+                self._wavefront.arrive(task, is_last=bucket.is_last or to_end)
         except BaseException as error:
             self.fail(error)
 

@@ -1,0 +1,76 @@
+"""With ``AllReduce()`` every attachment equals FSDP's own reduction in every bit, after every step."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap
+from harness import run_ranks
+
+from .given import Case, assert_same, mesh_of, optimizer_of, run, sharded, step_of, values
+
+DTYPES = (None, torch.bfloat16)
+ACCUMULATIONS = ("none", "no_sync", "partial", "last")
+
+
+def _equal(rank: int, ranks: int, attachment: str) -> None:
+    for dtype in DTYPES:
+        cases = [Case(attachment, dtype, accumulation) for accumulation in ACCUMULATIONS]
+        cases += [Case(attachment, dtype, accumulation="partial", adjust=one) for one in ("factor", "sums")]
+        for case in cases:
+            assert_same(run(case), run(case, overlap.AllReduce()), case)
+
+
+@pytest.mark.parametrize("attachment", ["hsdp", "replicate", "group"])
+def test_all_reduce_equals_native_reduction(attachment: str) -> None:
+    run_ranks(_equal, 4, attachment)
+
+
+def _equal_at_three(rank: int, ranks: int) -> None:
+    for attachment, dtype in itertools.product(("hsdp", "replicate"), (*DTYPES, torch.float16)):
+        found = []
+        for reducer in (None, overlap.AllReduce()):
+            case = Case(attachment, dtype)
+            model, _ = sharded(case, native=reducer is None, mesh=mesh_of((3, 1)))
+            if reducer is not None:
+                overlap.register(model, reducer)
+            optimizer = optimizer_of(model)
+            found.append([])
+            for step in range(2):
+                step_of(model, optimizer, step)
+                found[-1].append(values(model))
+        assert_same(*found, (attachment, dtype))
+
+
+def test_all_reduce_equals_native_reduction_where_the_mean_of_three_is_rounded() -> None:
+    run_ranks(_equal_at_three, 3)
+
+
+def _reductions(rank: int, ranks: int) -> list[int]:
+    counts = []
+    for attachment, accumulation in itertools.product(("hsdp", "group"), ("partial", "last")):
+        model, group = sharded(Case(attachment))
+        arrived = []
+
+        @overlap.reducer
+        async def counted(bucket: overlap.Bucket, arrived: list[str] = arrived) -> None:
+            arrived.append(bucket.names[0])
+            await overlap.hooks.all_reduce(bucket.buffer, group=bucket.group)
+            bucket.buffer.div_(bucket.divisor)
+
+        overlap.register(model, counted, group=group)
+        step_of(model, optimizer_of(model), 0, accumulation)
+        assert dist.get_rank() == rank and set(arrived) == {
+            *("embed.weight", "blocks.0.first.weight", "blocks.1.first.weight", "blocks.2.first.weight")
+        }
+        counts.append(len(arrived))
+    return counts
+
+
+def test_passes_without_an_all_reduce_run_no_reducer() -> None:
+    """Names are those without the wrapper of a checkpoint; 3 microbatches of 4 units."""
+    assert run_ranks(_reductions, 4) == [[4, 12, 4, 12]] * 4
