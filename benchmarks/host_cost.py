@@ -70,7 +70,7 @@ class IdleStreams(DeviceStreams):
 
     def __init__(self) -> None:
         self.operations = 0
-        """New streams and events, records and waits, and changes of the current stream."""
+        """New streams and events, records and waits."""
 
     def has_streams(self, device: torch.device) -> bool:
         return True
@@ -82,15 +82,17 @@ class IdleStreams(DeviceStreams):
         self.operations += 1
         return self
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
+    def _nothing(self, other: Any = None) -> None:
         self.operations += 1
 
     new_stream = new_event = _itself
-    record_stream = wait_stream = wait_event = record = synchronize = _nothing
+    wait_stream = wait_event = record = synchronize = _nothing
 
-    def on_stream(self, stream: Any) -> Any:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         self.operations += 1
-        return contextlib.nullcontext()
+
+    def set_stream(self, stream: Any) -> None:
+        pass
 
     def query(self) -> bool:
         return True

@@ -203,7 +203,8 @@ def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
     return options
 
 
-_SUM = _all_reduce_options(dist.ReduceOp.SUM)
+_SUM = dist.ReduceOp.SUM
+_SUM_OPTIONS = _all_reduce_options(_SUM)
 
 
 class GroupChannel:
@@ -213,6 +214,9 @@ class GroupChannel:
     channel. An all-reduce, which most buckets need, is the group's own method, called as the public function calls it:
     that takes the host twice as long.
     """
+
+    lasts = True
+    """Whether it serves its group as long as that lives; else it is made anew after a failure."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -224,7 +228,7 @@ class GroupChannel:
         return self._group.rank()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
-        options = _SUM if op is dist.ReduceOp.SUM else _all_reduce_options(op)
+        options = _SUM_OPTIONS if op is _SUM else _all_reduce_options(op)
         return [self._group.allreduce([tensor], options)]
 
     def all_gather(self, output: Tensor, input: Tensor) -> list[Any]:
@@ -316,6 +320,8 @@ class GlooChannel:
         timeout: of each collective.
     """
 
+    lasts = False
+
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._waiter = _Waiter()
         self.sum_memory = [torch.empty(0, dtype=torch.uint8, device=_CPU)] * 2
@@ -334,7 +340,7 @@ class GlooChannel:
         return int(self._backend.rank())
 
     def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
-        options = _SUM if op is dist.ReduceOp.SUM else _all_reduce_options(op)
+        options = _SUM_OPTIONS if op is _SUM else _all_reduce_options(op)
         return self._noted(self._backend.allreduce([tensor], options))
 
     def all_gather(self, output: Tensor, input: Tensor) -> list[Any]:
