@@ -133,6 +133,7 @@ class Runtime:
             report=self.report,
             note_unfinished=self._note_unfinished,
             watch=self._watchers.append,
+            replan=self._forget_plans,
             learns_of_steps=any(one.tells_of_steps for one in walk(stage)),
             commit=self.commit,
             discard=self.discard,
@@ -214,6 +215,9 @@ class Runtime:
             worker.stop(channels.abort)
         if errors:
             raise errors[0]
+
+    def _forget_plans(self) -> None:
+        self._kept.clear()
 
     def _note_unfinished(self) -> None:
         self._is_unfinished = True
@@ -410,8 +414,9 @@ class Runtime:
                 pieces.append(whole)
                 coroutines = len(pieces)
             given = given if whole.passed is None else whole.passed(given)
-        # Plans have their buckets.
-        pieces[coroutines:] = [piece._replace(passed=None) for piece in pieces[coroutines:]]
+        # Plans have their buckets, so the last coroutine passes it on to none.
+        first = max(0, coroutines - 1)
+        pieces[first:] = [piece._replace(passed=None) for piece in pieces[first:]]
         future = BucketFuture()
         future.set_result(bucket.buffer)
         return _KeptBucket(bucket, strides, Task(pieces, current.executor), coroutines > 0, future)

@@ -369,7 +369,7 @@ def run_items(
 
 
 def run_now(items: Sequence[T], work: Work[T], executor: Executor) -> None:
-    """:func:`run_items` on the calling thread, by an executor without a worker; the current stream may use the results."""
+    """:func:`run_items` on the calling thread: ``executor`` has no worker. The current stream may use the results."""
     try:
         executor.submit(partial(run_items, items, work, executor))
     finally:

@@ -130,7 +130,8 @@ class ChunkCodec(Codec):
     def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         """Write ``scaled``, shape ``(..., chunk_numel)``, rounded, to ``payload``, int8 of shape ``(..., bytes)``.
 
-        ``scaled`` may be overwritten; integers leave their numbers there. At most ``top`` in magnitude, or not finite, and then any number will do.
+        ``scaled`` may be overwritten; integers leave their numbers there. At most ``top`` in magnitude, or not finite,
+        and then any number will do.
         """
 
     @abstractmethod
