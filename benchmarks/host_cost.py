@@ -71,7 +71,7 @@ class IdleStreams(DeviceStreams):
 
     def __init__(self) -> None:
         self.operations = 0
-        """New streams and events, records and waits, and changes of the current stream."""
+        """New streams and events, records and waits."""
 
     def has_streams(self, device: torch.device) -> bool:
         return True
@@ -83,15 +83,17 @@ class IdleStreams(DeviceStreams):
         self.operations += 1
         return self
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
+    def _nothing(self, other: Any = None) -> None:
         self.operations += 1
 
     new_stream = new_event = _itself
-    record_stream = wait_stream = wait_event = record = synchronize = _nothing
+    wait_stream = wait_event = record = synchronize = _nothing
 
-    def on_stream(self, stream: Any) -> Any:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         self.operations += 1
-        return contextlib.nullcontext()
+
+    def set_stream(self, stream: Any) -> None:
+        pass
 
     def query(self) -> bool:
         return True
@@ -284,6 +286,10 @@ METHODS: dict[str, tuple[int, Recipe]] = {
 }
 
 
+def _has_all_to_all(channel: GroupChannel, device: torch.device) -> bool:
+    return True  # Not a mock, whose calls would take as long as an operator.
+
+
 @contextlib.contextmanager
 def model_on(
     ranks: int, buckets: int, width: int = 48, streams: IdleStreams | None = None
@@ -294,7 +300,7 @@ def model_on(
         # The fake backend has NCCL's all-to-all.
         with (
             streams_replaced(streams or IdleStreams()),
-            mock.patch.object(GroupChannel, "has_all_to_all", return_value=True),
+            mock.patch.object(GroupChannel, "has_all_to_all", _has_all_to_all),
         ):
             torch.manual_seed(0)
             layers = [Layer(width) for _ in range(buckets)]

@@ -28,13 +28,13 @@ _CAPS_MB = {4: 0.4, 10: 0.1}
 
 
 # On an accelerator, at most so many for one bucket more: calls of the package's functions and of functions in C, and
-# operations of streams: a record and a wait behind the bucket's gradients, and the side stream.
+# operations of streams: a record and a wait behind the bucket's gradients.
 MOST_ON_STREAMS = {
-    "AllReduce": (19, 20, 3),
-    "DivideByCount, AllReduce": (21, 28, 3),
-    "Cast(bfloat16)": (22, 25, 3),
-    "AllReduce, Step": (26, 150, 3),
-    "AllReduce, Step, deferred": (34, 95, 3),
+    "AllReduce": (14, 14, 2),
+    "DivideByCount, AllReduce": (21, 28, 2),
+    "Cast(bfloat16)": (18, 20, 2),
+    "AllReduce, Step": (21, 92, 2),
+    "AllReduce, Step, deferred": (16, 74, 2),
 }
 
 

@@ -57,20 +57,25 @@ def without_saved_context() -> Iterator[None]:
 
 
 def run_as_step(job: Callable[[], None], device_type: str) -> None:
-    """Call ``job`` as an optimizer's step runs, without autocast and recording no gradients, and
-    :func:`without_saved_context`. Hooks of autograd have the modes that were set where backward was called.
+    """Call ``job`` as an optimizer's step runs, without autocast and recording no gradients. Hooks of autograd have the
+    modes that were set where backward was called.
 
     It is called for each bucket: contexts of generators would take longer than a whole collective's launch."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type):
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            job()
+    else:
+        job()
+
+
+def run_without_saved_context(job: Callable[[], None], device_type: str) -> None:
+    """:func:`run_as_step`, :func:`without_saved_context`: that takes as long as the launch of a collective."""
     saved: Any = None
     if torch._C._is_key_in_tls(_CONTEXT):
         saved = torch._C._get_obj_in_tls(_CONTEXT)
         torch._C._remove_obj_from_tls(_CONTEXT)
     try:
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type):
-            with torch.no_grad(), torch.autocast(device_type, enabled=False):
-                job()
-        else:
-            job()
+        run_as_step(job, device_type)
     finally:
         if saved is not None:
             torch._C._stash_obj_in_tls(_CONTEXT, saved)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # The package exports these at run time, but not to type checkers.
-from torch._C._distributed_c10d import Backend, GradBucket, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, Backend, GradBucket, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from overlap._threads import start
@@ -25,9 +25,11 @@ from overlap._torch.foreach import add_all
 
 __all__ = ["GradBucket", "PrefixStore", "TCPStore"]
 
-# Renamed in torch 2.13, where the old names warn.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Methods of a group, renamed in torch 2.13.
+_IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+_ALL_GATHER = "all_gather_single" if _IS_RENAMED else "_allgather_base"
+_REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+_ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
 
 _CPU = torch.device("cpu")
 _POLL_INTERVAL_S = 0.002
@@ -197,22 +199,28 @@ def _close_connections(backend: Any) -> None:
 # Channels.
 
 
-def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, True
+def _asynchronous(options: Any, op: Any = None) -> Any:
+    options.asyncOp = True
+    if op is not None:
+        options.reduceOp = op
     return options
 
 
-_SUM = _all_reduce_options(dist.ReduceOp.SUM)
+_SUM = dist.ReduceOp.SUM
+_OF_SUM, _OF_GATHER = _asynchronous(dist.AllreduceOptions(), _SUM), _asynchronous(AllgatherOptions())
+_OF_SCATTER, _OF_ALL_TO_ALL = _asynchronous(dist.ReduceScatterOptions(), _SUM), _asynchronous(dist.AllToAllOptions())
 
 
 class GroupChannel:
     """Starts collectives on a process group, through PyTorch's public functions.
 
     Each call returns at once, with the works to wait for. Tensors are real (not complex), and ranks are ranks of the
-    channel. An all-reduce, which most buckets need, is the group's own method, called as the public function calls it:
-    that takes the host twice as long.
+    channel. Collectives of a bucket are the group's own methods, called as the public functions call them: those take
+    the host twice as long.
     """
+
+    lasts = True
+    """Whether it serves its group as long as that lives; else it is made anew after a failure."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -224,14 +232,14 @@ class GroupChannel:
         return self._group.rank()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
-        options = _SUM if op is dist.ReduceOp.SUM else _all_reduce_options(op)
+        options = _OF_SUM if op is _SUM else _asynchronous(dist.AllreduceOptions(), op)
         return [self._group.allreduce([tensor], options)]
 
     def all_gather(self, output: Tensor, input: Tensor) -> list[Any]:
-        return [_all_gather(output, input, group=self._group, async_op=True)]
+        return [getattr(self._group, _ALL_GATHER)(output, input, _OF_GATHER)]
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
-        return [_reduce_scatter(output, input, group=self._group, async_op=True)]
+        return [getattr(self._group, _REDUCE_SCATTER)(output, input, _OF_SCATTER)]
 
     def send_recv(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:
         operations = [
@@ -248,7 +256,7 @@ class GroupChannel:
     def all_to_all(self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor) -> list[Any]:
         """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
         if isinstance(outputs, Tensor) and isinstance(inputs, Tensor):
-            return [dist.all_to_all_single(outputs, inputs, group=self._group, async_op=True)]
+            return [getattr(self._group, _ALL_TO_ALL)(outputs, inputs, [], [], _OF_ALL_TO_ALL)]
         received, sent = list(outputs), list(inputs)
         received[self.rank()] = sent[self.rank()] = sent[0].new_empty(0)
         return [dist.all_to_all(received, sent, group=self._group, async_op=True)]
@@ -316,6 +324,8 @@ class GlooChannel:
         timeout: of each collective.
     """
 
+    lasts = False
+
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._waiter = _Waiter()
         self.sum_memory = [torch.empty(0, dtype=torch.uint8, device=_CPU)] * 2
@@ -334,7 +344,7 @@ class GlooChannel:
         return int(self._backend.rank())
 
     def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
-        options = _SUM if op is dist.ReduceOp.SUM else _all_reduce_options(op)
+        options = _OF_SUM if op is _SUM else _asynchronous(dist.AllreduceOptions(), op)
         return self._noted(self._backend.allreduce([tensor], options))
 
     def all_gather(self, output: Tensor, input: Tensor) -> list[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ class DeviceStreams:
     def current_stream(self, device: torch.device) -> Any:
         return torch.accelerator.current_stream(device)
 
-    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return _OnStream(stream)
+    def set_stream(self, stream: Any) -> None:
+        torch.accelerator.set_stream(stream)
 
     def new_event(self, device: torch.device, *, is_timed: bool) -> Any:
         return torch.Event(device, enable_timing=is_timed)
@@ -59,20 +58,6 @@ class DeviceStreams:
 
     def synchronize(self, device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
-
-
-class _OnStream:
-    """Makes ``stream`` the current one. (The context of a ``torch.Stream`` itself cannot be entered twice.)"""
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._before = torch.accelerator.current_stream(self._stream.device)
-        torch.accelerator.set_stream(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        torch.accelerator.set_stream(self._before)
 
 
 def has_stream_api(device: torch.device) -> bool:
@@ -119,9 +104,9 @@ def current_stream(device: torch.device) -> Any:
     return _streams.current_stream(device) if _streams.has_streams(device) and device.type != "meta" else None
 
 
-def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Within it ``stream`` is its device's current one."""
-    return _streams.on_stream(stream)
+def streams() -> DeviceStreams:
+    """Those of all devices, for code that has asked :func:`has_streams`."""
+    return _streams
 
 
 def new_event(device: torch.device) -> Any:

@@ -96,7 +96,8 @@ class Collective(Operation):
         return iter((self,))  # It has no result to be resumed with.
 
     def launch(self, channels: Channels) -> None:
-        self._channel = channel = channels.of(self._group)
+        if (channel := self._channel) is None or not channel.lasts:
+            self._channel = channel = channels.of(self._group)
         self._works = self._start(channel)
 
     def finish(self, wait: Callable[[dist.Work], None]) -> None:

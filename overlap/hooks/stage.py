@@ -28,6 +28,7 @@ __all__ = [
     "StageContext",
     "UpdateStage",
     "check_order",
+    "follow",
     "is_same_state",
     "planner",
     "redistributed",
@@ -100,6 +101,8 @@ class StageContext:
     note_finite: Callable[[Tensor], None] = lambda is_finite: None
     """Notes where stages run whether results of the pass under way, the same on all ranks, are finite: a tensor of
     bools. After a pass with one that is not, stages are called to discard."""
+    replan: Callable[[], None] = lambda: None
+    """Called before the first bucket of a pass: plans made so far are no longer valid."""
     watch: Callable[[Any], object] = lambda watcher: None
     """Notifies an object of DDP's own buckets, other than those of a replay, until the registration is removed:
     ``arrived(bucket)`` on the thread of backward, which returns the bucket that stages are given, and after the last
@@ -150,7 +153,8 @@ class Stage(ABC):
         and where one returns an operation, made once or anew, the next is called when its result is there. They are
         kept with what they use: the bucket's buffer and views, options, and memory that a pass needs from one function
         to the next, which they allocate. Made again when DDP's buffer, the divisor or the strides of the parameters
-        are others. The bucket's ``step`` is that of the pass in which the plan is made.
+        are others, or a stage has called ``context.replan()``. The bucket's ``step`` is that of the pass in which the
+        plan is made.
 
         Called on the training thread; it may compute nothing. A plan runs in passes of a registered chain after the
         first; ``__call__`` in the others, so both must issue the same collectives: see docs/transforms.md. A subclass
@@ -344,6 +348,13 @@ def planner(stage: Stage) -> Callable[[Bucket], Plan | None]:
     """:meth:`Stage.plan` of ``stage``; none where a subclass has changed the coroutine alone."""
     of_class = next(cls for cls in type(stage).__mro__ if "plan" in vars(cls) or "__call__" in vars(cls))
     return stage.plan if "plan" in vars(of_class) else partial(Stage.plan, stage)
+
+
+async def follow(plan: Plan) -> None:
+    """Run a plan in a coroutine."""
+    for code in plan:
+        if (operation := code()) is not None:
+            await operation
 
 
 def redistributed(stage: Stage, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:

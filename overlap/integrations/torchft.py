@@ -245,6 +245,8 @@ class _Replicas(ManagedProcessGroup):
 class _Channel:
     """The :class:`~overlap._torch.c10d.Channel` of :class:`_Replicas`, whose errors the manager notes."""
 
+    lasts = True
+
     def __init__(self, group: _Replicas, manager: Manager) -> None:
         self.size, self.rank, self._manager = group.size, group.rank, manager
 

@@ -115,12 +115,11 @@ class FusedKernels:
         kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
         return _Call(kernel, options, _LARGEST_MOMENTS if group["amsgrad"] else _MOMENTS)
 
-    @torch.no_grad()
     def step(
         self, key: tuple[int, ...], split: Split, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> bool:
         """Step ``parameters`` of these ids, ``split`` by the places of their groups; returns ``False``, without having
-        done anything, where the optimizer itself has to."""
+        done anything, where the optimizer itself has to; under ``no_grad``."""
         if not self._calls:
             return False
         if key not in self._runs:

@@ -118,7 +118,7 @@ class Step(Update[StepLayout]):
         return self.optimizer.stepper.covers(parameter)
 
     def make_layout(self, bucket: Bucket) -> StepLayout:
-        if self._adopts_parameters:
+        if self._adopts_parameters and not all(map(self.optimizer.stepper.covers, bucket.parameters)):
             self._adopt(bucket.parameters)
         places = [place for place, p in enumerate(bucket.parameters) if self.optimizer.stepper.covers(p)]
         own = [bucket.parameters[place] for place in places]

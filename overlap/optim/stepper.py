@@ -128,7 +128,8 @@ class SubsetStepper:
         return id(parameter) in self._places
 
     def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], **arguments: Any) -> None:
-        """One update of ``parameters``, all of them the optimizer's, with ``gradients`` of their shapes and dtypes.
+        """One update of ``parameters``, all of them the optimizer's, with ``gradients`` of their shapes and dtypes;
+        under ``no_grad``.
 
         Changes the parameters and ``optimizer.state`` in place; ``.grad`` is as before, and so are groups and
         attributes until :meth:`finish`. ``arguments`` are of the optimizer's ``step``.
@@ -147,6 +148,7 @@ class SubsetStepper:
                     self._written.setdefault(place, {})
                 _raise_versions(parameters)
 
+    @torch.no_grad()
     def step_by_kernels(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
         """Make one whole step of the optimizer, in which ``parameters`` have these gradients, if kernels can and that
         has no step hooks; returns whether it was made."""

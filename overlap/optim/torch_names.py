@@ -101,6 +101,7 @@ class FunctionalOptimizer:
         pairs = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
         self._step([parameter for parameter, _ in pairs], [grad for _, grad in pairs])
 
+    @torch.no_grad()
     def _step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         self._stepper.begin()
         self._stepper.step(parameters, gradients)

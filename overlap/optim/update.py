@@ -221,18 +221,12 @@ class Update(UpdateStage, Generic[L]):
 
     def plan(self, bucket: Bucket) -> Plan | None:
         # As the coroutine, where no rank has to be asked anything.
-        if self.is_sharded or self.finds_unused is not False:
+        if self.finds_unused is not False:
             return None
-        lifecycle, layouts, index = self.lifecycle, self._layouts, bucket.index
-        known: L | None = None
-        parameters: Sequence[Tensor] = ()
-        gradients: list[Tensor] = []
+        lifecycle, layout = self.lifecycle, self.layout_of(bucket)
+        parameters, gradients = self.gradients(bucket, layout, None)
 
         def update() -> Operation | None:
-            nonlocal known, parameters, gradients
-            if (layout := layouts.get(index)) is None or layout is not known:  # The optimizer has other parameters.
-                layout = known = self.layout_of(bucket)
-                parameters, gradients = self.gradients(bucket, layout, None)
             lifecycle.gradients.reduced.update(layout.owned)
             if lifecycle.outcome is Phase.REDUCED:
                 return None
@@ -333,6 +327,8 @@ class Update(UpdateStage, Generic[L]):
         if self.optimizer.version is not self._version:
             self._version = self.optimizer.version
             self._layouts.clear()
+            assert self.context is not None, "backward runs while the stage is attached"
+            self.context.replan()
 
     def after_backward(self, *, failed: bool) -> str | None:
         lifecycle = self.lifecycle

@@ -10,7 +10,6 @@ from harness.streams.clocks import Stream
 from overlap._torch.device import (
     current_stream,
     hold,
-    on_stream,
     recorded_event,
     synchronize,
 )
@@ -35,7 +34,7 @@ def _overlapping(first: slice, second: slice) -> None:
     values = torch.zeros(8, device=DEVICE)
     side = _beside()
     values[first].add_(1)
-    with on_stream(side):
+    with _detector().on_stream(side):
         values[second].add_(1)
 
 
@@ -44,14 +43,14 @@ def _columns() -> None:
     values = torch.zeros(4, 4, device=DEVICE)
     side = _beside()
     values[:, 0].add_(1)
-    with on_stream(side):
+    with _detector().on_stream(side):
         torch._foreach_mul_([values[:, 1], values[:, 3]], 2.0)
         torch.add(values[:, 1], 1, out=values[:, 2])
 
 
 def _event(*, early: bool) -> None:
     values = torch.zeros(8, device=DEVICE)
-    with on_stream(_beside()):
+    with _detector().on_stream(_beside()):
         before = recorded_event(DEVICE)
         values.add_(1)
         after = recorded_event(DEVICE)
@@ -62,7 +61,7 @@ def _event(*, early: bool) -> None:
 def _through_the_host() -> None:
     """What the host has waited for is done before all that it queues from then on."""
     values = torch.zeros(8, device=DEVICE)
-    with on_stream(_beside()):
+    with _detector().on_stream(_beside()):
         values.add_(1)
     synchronize(DEVICE)
     values.sum()
@@ -71,7 +70,7 @@ def _through_the_host() -> None:
 def _frees(*, holds: bool) -> None:
     """A side stream reads what the current one has made and freed."""
     values = torch.zeros(8, device=DEVICE)
-    with on_stream(_beside()):
+    with _detector().on_stream(_beside()):
         values.sum()
         if holds:
             hold(values)

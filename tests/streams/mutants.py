@@ -70,19 +70,16 @@ _FREED = "use after free"
 _FORWARD = "sharded, in the next forward"
 _FEEDBACK = "4 bits, feedback, interleaved"
 _BEGIN = "self._stream.wait_event(self._event)"
-_JOIN = "current_stream(self._device).wait_event(self._event)"
+_JOIN = "(self._caller or current_stream(self._device)).wait_event(self._event)"
 _ENGINE, _OPTIM = "hooks.engine", "optim"
 
 MUTANTS: dict[str, Mutant] = {
     # The engine.
     "stages do not wait for gradients": _without(
-        f"{_ENGINE}.executors:StreamExecutor.begin", _BEGIN, "all-reduce, interleaved"
+        f"{_ENGINE}.executors:StreamExecutor.submit", _BEGIN, "all-reduce, interleaved"
     ),
-    "what is begun between passes waits for nothing": Mutant(
-        f"{_ENGINE}.executors:Executor.submit",
-        "self.begin()",
-        "getattr(self, '_stream', None) or self.begin()",
-        "sharded, deferred, in the next forward",
+    "what is begun between passes waits for nothing": _without(
+        f"{_ENGINE}.executors:StreamExecutor.submit", _BEGIN, "sharded, deferred, in the next forward"
     ),
     "nobody waits for what is run at once": _without(f"{_ENGINE}.executors:StreamExecutor.join", _JOIN, "local"),
     "a replay ends before its stages": _without(

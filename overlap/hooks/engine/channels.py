@@ -51,7 +51,7 @@ class Channels:
         """Where these ranks report failures until they connect again; ``None`` where they are not about to connect."""
         self._channels: dict[dist.ProcessGroup, GlooChannel] = {}
         self._left: list[GlooChannel] = []
-        self._shared: dict[dist.ProcessGroup, GroupChannel] = {}
+        self._shared: dict[dist.ProcessGroup, Channel] = {}
         # See [Note: names of connections].
         self._number: int | None = None
         self._attempts = itertools.count()
@@ -73,9 +73,8 @@ class Channels:
         if self.are_private:
             channel = self._channels.get(used)
             return self._connected(used) if channel is None else channel
-        own: Channel | None = getattr(used, "overlap_channel", None)
-        if own is None and (own := self._shared.get(used)) is None:
-            own = self._shared[used] = GroupChannel(used)
+        if (own := self._shared.get(used)) is None:
+            own = self._shared[used] = getattr(used, "overlap_channel", None) or GroupChannel(used)
         return own
 
     def _connected(self, group: dist.ProcessGroup) -> Channel:

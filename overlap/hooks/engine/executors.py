@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import methodcaller
 from typing import Any
@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import refuse_capture
 from overlap._threads import start
-from overlap._torch.autograd import LabelType, label_type, run_as_step
-from overlap._torch.c10d import has_lost_connection
+from overlap._torch.autograd import LabelType, label_type, run_as_step, run_without_saved_context
+from overlap._torch.c10d import backend_name, has_lost_connection
 from overlap._torch.ddp import data_parallel_parameters
-from overlap._torch.device import current_stream, future_for, has_streams, new_event, on_stream, stream_of
+from overlap._torch.device import current_stream, future_for, has_streams, new_event, stream_of, streams
 from overlap.errors import CollectiveError
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import Channels
@@ -103,9 +103,7 @@ class Executor:
     ``repr``. So a :class:`~overlap.Timeline` records."""
     _device = torch.device("cpu")
     new_future: Callable[[], BucketFuture] = BucketFuture
-    """Makes a future for DDP: to wait for it is to wait for what runs in the scope."""
-    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """The context for the code that runs here."""
+    """Makes a future for DDP: to wait for it is to wait for what the job that completes it has done."""
 
     def __init__(self, channels: Channels, worker: Worker | None = None) -> None:
         self.channels, self.worker = channels, worker
@@ -118,20 +116,17 @@ class Executor:
         return self
 
     def submit(self, job: _Job) -> None:
-        """Run ``job`` after what the caller has done so far, in the modes of an optimizer's step."""
-        self.begin()
-        run_as_step(job, self._device.type)
+        """Run ``job`` after what the caller has done so far, in the modes of an optimizer's step; without a worker, at
+        once, and raise what it raises."""
+        run_without_saved_context(job, self._device.type)
 
     def refresh_labels(self) -> None:
         """A pass, or work between passes, begins: a profiler may have been started or stopped."""
         if (labelled := label_type()) is not self.labels.labelled:
             self.labels = Labels(labelled)
 
-    def begin(self) -> None:
-        """Let what follows in the scope start after what the caller has done so far."""
-
     def join(self) -> None:
-        """Make what the caller does next wait for what has run in the scope so far."""
+        """Make what the caller does next wait for the jobs so far; within a job, the one who has submitted it."""
 
     def launch(self, operation: Operation) -> None:
         """Start ``operation``; returns at once. Raises: CollectiveError: another rank has failed."""
@@ -143,7 +138,7 @@ class Executor:
             raise as_collective_error(error, "could not be launched", self.channels.board) from error
 
     def wait(self, work: dist.Work) -> None:
-        """Make what follows in the scope wait for ``work``. Raises: CollectiveError: another rank has failed."""
+        """Make what follows in a job wait for ``work``. Raises: CollectiveError: another rank has failed."""
         board = self.channels.board
         if board is None:
             with failures_explained():
@@ -166,7 +161,7 @@ class Executor:
                 board.poll()
 
     def abandon(self, operation: Operation) -> None:
-        """Make what follows in the scope wait for an operation in flight that was given up.
+        """Make what follows in a job wait for an operation in flight that was given up.
 
         Not here, where another rank may not arrive: the connections are closed, which ends it.
         """
@@ -201,9 +196,14 @@ class StreamExecutor(Executor):
         self.launch = methodcaller("launch", channels)  # type: ignore[assignment]
         self.wait = methodcaller("wait")  # type: ignore[assignment]
         self._device = device
+        holds_nothing = backend_name(channels.group, device) in ("nccl", "fake")
+        self._run = run_as_step if holds_nothing else run_without_saved_context
+        self._streams = streams()
         self._owner = owner
         self._stream: Any | None = None
         self._event: Any = None
+        self._caller: Any = None
+        """The stream that a job was submitted on, while it runs."""
 
     def of(self, step: int) -> Executor:
         if step != 0:
@@ -215,8 +215,9 @@ class StreamExecutor(Executor):
     def new_future(self) -> BucketFuture:
         return future_for(self._device)
 
-    def begin(self) -> None:
+    def submit(self, job: _Job) -> None:
         if self._owner is None:
+            self._run(job, self._device.type)
             return
         if self._stream is None:
             self._stream = stream_of(self._owner, self._device, priority=_PRIORITY)
@@ -224,18 +225,23 @@ class StreamExecutor(Executor):
         # The gradients of the bucket that has arrived were computed on the current stream, and the stages read them on
         # the side stream. One event serves all buckets, since a wait is for the record that it follows on the host, and
         # one is recorded again only behind that; ``wait_stream`` would make an event for each.
-        self._event.record(current_stream(self._device))
+        streams = self._streams
+        caller = self._caller = streams.current_stream(self._device)
+        self._event.record(caller)
         self._stream.wait_event(self._event)
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else on_stream(self._stream)
+        streams.set_stream(self._stream)
+        try:
+            self._run(job, self._device.type)
+        finally:
+            self._caller = None
+            streams.set_stream(caller)
 
     def join(self) -> None:
-        # What runs next on the current stream reads or frees what the side stream has written. The side stream runs in
-        # order, so a wait for its last piece of work covers those of all buckets before.
+        # What the caller runs next reads or frees what the side stream has written. That runs in order, so a wait for
+        # its last piece of work covers those of all buckets before.
         if self._stream is not None:
             self._event.record(self._stream)
-            current_stream(self._device).wait_event(self._event)
+            (self._caller or current_stream(self._device)).wait_event(self._event)
 
     def abandon(self, operation: Operation) -> None:
         # This is for the buffers alone: an operation that has failed is done with them.

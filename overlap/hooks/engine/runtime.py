@@ -99,15 +99,10 @@ class _KeptBucket(NamedTuple):
     future: BucketFuture
     """Completed, for DDP, which waits for the stages' stream and not for each bucket; see :meth:`Runtime.on_bucket`."""
 
-    def fits(self, raw: GradBucket, divisor: int) -> bool:
-        """Whether the plans are those of ``raw``: DDP makes a bucket's tensor together with its list of parameters, and
-        while it is kept here no other object has its identity."""
-        bucket = self.bucket
-        return (
-            raw.buffer() is bucket.buffer
-            and divisor == bucket.divisor
-            and [*map(stride_of, bucket.parameters)] == self.strides
-        )
+    def fits(self, divisor: int) -> bool:
+        """Whether the plans are those of a pass that begins, where DDP's buffer is the same: DDP makes that together
+        with its list of parameters, and while it is kept here no other object has its identity."""
+        return divisor == self.bucket.divisor and [*map(stride_of, self.bucket.parameters)] == self.strides
 
 
 class Runtime:
@@ -139,6 +134,7 @@ class Runtime:
             report=self.report,
             note_unfinished=self._note_unfinished,
             watch=self._watchers.append,
+            replan=self._forget_plans,
             learns_of_steps=any(one.tells_of_steps for one in walk(stage)),
             commit=self.commit,
             discard=self.discard,
@@ -231,6 +227,9 @@ class Runtime:
             worker.stop(channels.abort)
         if errors:
             raise errors[0]
+
+    def _forget_plans(self) -> None:
+        self._kept.clear()
 
     def _note_unfinished(self) -> None:
         self._is_unfinished = True
@@ -347,7 +346,7 @@ class Runtime:
             self._pass = self._begin(is_replay=is_replay)
         current, executor, refusal = self._pass, self._pass.executor, None
         kept = self._kept.get(index) if current.is_plain else None
-        if kept is not None and kept.fits(raw, current.divisor):
+        if kept is not None and raw.buffer() is kept.bucket.buffer:
             bucket = kept.bucket
             if kept.has_coroutines:  # They may keep what they are given, and a plan does not look at it again.
                 bucket = bucket.with_changes(raw=raw)
@@ -433,8 +432,9 @@ class Runtime:
                 pieces.append(whole)
                 coroutines = len(pieces)
             given = given if whole.passed is None else whole.passed(given)
-        # Plans have their buckets.
-        pieces[coroutines:] = [piece._replace(passed=None) for piece in pieces[coroutines:]]
+        # Plans have their buckets, so the last coroutine passes it on to none.
+        first = max(0, coroutines - 1)
+        pieces[first:] = [piece._replace(passed=None) for piece in pieces[first:]]
         future = BucketFuture()
         future.set_result(bucket.buffer)
         return _KeptBucket(bucket, strides, Task(pieces, current.executor), coroutines > 0, future)
@@ -500,6 +500,7 @@ class Runtime:
             watchers=watchers,
         )
         self.passes += 1
+        self._kept = {index: kept for index, kept in self._kept.items() if kept.fits(begun.divisor)}
         self._are_finite.clear()
         if not self.context.learns_of_steps and (is_replay or self.context.names is None):
             self.commit()  # No forward was seen.

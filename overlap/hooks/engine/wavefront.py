@@ -31,6 +31,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import filterfalse
 from typing import Any, NamedTuple, TypeVar
 
@@ -138,7 +139,7 @@ class Task:
         self._subject, self._given, self._on_done = subject, given, on_done
 
     def advance(self) -> None:
-        """Wait for what is in flight, run to the next operation, launch it; called in the executor's scope.
+        """Wait for what is in flight, run to the next operation, launch it; called in a job of the executor's.
 
         It is called when a later bucket arrives, or after the last one: so code behind an operation, such as an update
         behind the reduction, runs then, and not when the operation completes. See [Note: one order of collectives].
@@ -221,8 +222,7 @@ class Task:
         self.is_done = True
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
-            with self._executor.scope():
-                self._executor.abandon(in_flight)
+            self._executor.abandon(in_flight)
         if self._coroutine is not None:
             self._coroutine.close()
 
@@ -285,9 +285,8 @@ class BackwardPass:
             # After a failure the ranks connect again in every pass, so that a second failure is reported too.
             if not self.executor.channels.is_open:
                 self.executor.channels.open()
-            with self.executor.scope():
-                task.begin(bucket, given, on_done)
-                self._wavefront.arrive(task, is_last=bucket.is_last or to_end)
+            task.begin(bucket, given, on_done)
+            self._wavefront.arrive(task, is_last=bucket.is_last or to_end)
         except BaseException as error:
             self.fail(error)
 
@@ -362,29 +361,26 @@ def run_items(
     pieces = [Piece(BETWEEN_PASSES, work)]
     executor.refresh_labels()
     try:
-        with executor.scope():
-            for item in [*items, None]:
-                if item is not None:
-                    on_done = None if completions is None else completions[item].set
-                    active.append(Task(pieces, executor))
-                    active[-1].begin(item, item, on_done)
-                    active[-1].advance()
-                while len(active) > (0 if item is None else 1):
-                    while not active[0].is_done:
-                        active[0].advance()
-                    del active[0]
+        for item in [*items, None]:
+            if item is not None:
+                on_done = None if completions is None else completions[item].set
+                active.append(Task(pieces, executor))
+                active[-1].begin(item, item, on_done)
+                active[-1].advance()
+            while len(active) > (0 if item is None else 1):
+                while not active[0].is_done:
+                    active[0].advance()
+                del active[0]
     except BaseException:
         for task in active:
             task.close()
         raise
 
 
-@torch.no_grad()
 def run_now(items: Sequence[T], work: Work[T], executor: Executor) -> None:
-    """:func:`run_items` on the calling thread; the current stream may use the results."""
-    executor.begin()
+    """:func:`run_items` on the calling thread: ``executor`` has no worker. The current stream may use the results."""
     try:
-        run_items(items, work, executor)
+        executor.submit(partial(run_items, items, work, executor))
     finally:
         executor.join()  # After a failure, too: what was queued before it uses the tensors.
 

@@ -61,6 +61,13 @@ class Codec(ABC):
     def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
         """Decode ``fields`` to ``out``, both as for :meth:`write`."""
 
+    def round(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> Tensor:
+        """As :meth:`write`; returns what :meth:`read` would."""
+        self.write(values, fields, generator)
+        decoded = torch.empty_like(values)
+        self.read(fields, decoded)
+        return decoded
+
     @functools.cached_property
     def numel(self) -> int:
         """Values of a message, padding included."""
@@ -69,7 +76,13 @@ class Codec(ABC):
     @functools.cached_property
     def message_bytes(self) -> int:
         """A multiple of 16, so that messages can follow each other; 0 for no values."""
-        return round_up(self.chunks * sum(field.dtype.itemsize * field.numel for field in self.fields))
+        return round_up(sum(self.chunks * field.dtype.itemsize * field.numel for field in self.fields))
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """Bytes of each field of a message, and of its end."""
+        sizes = [self.chunks * field.dtype.itemsize * field.numel for field in self.fields]
+        return [*sizes, self.message_bytes - sum(sizes)]
 
     def encode_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
         """Write each row of ``values``, shape ``(n, numel)``, into one of ``messages``, ``(n, message_bytes)``."""
@@ -79,10 +92,7 @@ class Codec(ABC):
     def subtract_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
         """As :meth:`encode_rows`, and leave in ``values`` the rounding errors."""
         for block, fields in self._blocks(values, messages, changes=True):
-            self.write(block, fields, generator)
-            decoded = torch.empty_like(block)
-            self.read(fields, decoded)
-            block.sub_(decoded)
+            block.sub_(self.round(block, fields, generator))
 
     def decode_rows(self, messages: Tensor, out: Tensor) -> None:
         """Write the values of each of ``messages``, shape ``(n, message_bytes)``, to a row of ``out``."""
@@ -117,12 +127,11 @@ class Codec(ABC):
         count, given = len(messages), values.size(-1)
         if self.chunks == 0 or count == 0:
             return
-        fields, start = [], 0
-        for dtype, numel in self.fields:
-            of_dtype = messages.view(dtype)
-            offset = of_dtype.storage_offset() + start // dtype.itemsize
-            fields.append(of_dtype.as_strided((count, self.chunks, numel), (of_dtype.stride(0), numel, 1), offset))
-            start += self.chunks * numel * dtype.itemsize
+        parts = messages.split_with_sizes(self._sizes, dim=1)
+        fields = [
+            part.view(dtype).view(count, self.chunks, numel)
+            for part, (dtype, numel) in zip(parts, self.fields, strict=False)
+        ]
         # Where kernels are launched, one copy costs less than to launch them twice.
         is_in_place = given == self.numel or (len(values) == 1 and not has_streams(values.device))
         whole = given // self.chunk_numel if is_in_place else 0

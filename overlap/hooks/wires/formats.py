@@ -130,7 +130,8 @@ class ChunkCodec(Codec):
     def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         """Write ``scaled``, shape ``(..., chunk_numel)``, rounded, to ``payload``, int8 of shape ``(..., bytes)``.
 
-        ``scaled`` may be overwritten. At most ``top`` in magnitude, or not finite, and then any number will do.
+        ``scaled`` may be overwritten; integers leave their numbers there. At most ``top`` in magnitude, or not finite,
+        and then any number will do.
         """
 
     @abstractmethod
@@ -142,29 +143,41 @@ class ChunkCodec(Codec):
         return Field(torch.float32, 1), Field(torch.int8, self.chunk_numel * self.bits // 8)
 
     def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        self._write(values, fields, generator)
+
+    def _write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> Tensor:
+        """:meth:`write`; returns what :meth:`pack` has left."""
         step, payload = fields
         if has_streams(values.device):
             peak = torch.linalg.vector_norm(values, math.inf, dim=-1, keepdim=True)
         else:  # There the norm takes ten times as long.
             peak = values.abs().amax(dim=-1, keepdim=True)
         if (constants := self._constants.get(values.device)) is None:
-            constants = peak.new_full((), torch.finfo(torch.float32).tiny), peak.new_full((), self.top)
+            constants = tuple(peak.new_full((), one) for one in (torch.finfo(torch.float32).tiny, self.top, 0.0))
             self._constants[values.device] = constants
         # Divided by a tensor: by a number, some devices multiply by its inverse, which rounds twice. With the smallest
         # normal number added, which changes no step above 4e-31, the step of zeros is not zero.
         torch.addcdiv(constants[0], peak, constants[1], out=step)
-        self.pack(values / step, payload, generator)
+        self.pack(scaled := values / step, payload, generator)
+        return scaled
 
     def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
         step, payload = fields
         self.unpack(payload, step, out)
 
     @functools.cached_property
-    def _constants(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+    def _constants(self) -> dict[torch.device, tuple[Tensor, ...]]:
         return {}
 
 
-class _EightBits(ChunkCodec):
+class _Integers(ChunkCodec):
+    def round(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> Tensor:
+        numbers = self._write(values, fields, generator)
+        zero = self._constants[values.device][2]
+        return torch.addcmul(zero, numbers, fields[0], out=numbers)  # A product would be -0.0 where 0 is read.
+
+
+class _EightBits(_Integers):
     bits = 8
     top = 127
 
@@ -175,7 +188,7 @@ class _EightBits(ChunkCodec):
         torch.mul(payload, step, out=out)
 
 
-class _FourBits(ChunkCodec):
+class _FourBits(_Integers):
     """A byte is ``low + 16 * high``, of a number of the chunk's first half and one of its second."""
 
     bits = 4
@@ -183,12 +196,13 @@ class _FourBits(ChunkCodec):
 
     def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         low, high = _rounded(scaled, self.top, generator).chunk(2, dim=-1)
-        payload.copy_(low.add_(high, alpha=16))
+        payload.copy_(low.add(high, alpha=16))
 
     def unpack(self, payload: Tensor, step: Tensor, out: Tensor) -> None:
         low, high = out.chunk(2, dim=-1)
-        torch.mul((payload << 4).bitwise_right_shift_(4), step, out=low)
-        torch.mul((payload + 8).bitwise_right_shift_(4), step, out=high)
+        numbers = (payload + 8).bitwise_right_shift_(4)
+        torch.mul(numbers, step, out=high)
+        torch.mul(torch.sub(payload, numbers, alpha=16, out=numbers), step, out=low)
 
 
 class _E4M3(ChunkCodec):

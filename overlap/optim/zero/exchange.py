@@ -54,6 +54,7 @@ from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_r
 from overlap.hooks.collectives import Operation, add_messages, broadcast_each, reduce_each
 from overlap.hooks.engine.wavefront import BackgroundTask
 from overlap.hooks.segments import can_be_sent, round_up, segment_multiple
+from overlap.hooks.stage import Plan, follow
 from overlap.optim.zero.shards import Shard
 
 __all__ = ["BucketShards", "Exchange", "Gather", "in_elements", "parts_by_need", "reduced"]
@@ -144,10 +145,13 @@ class BucketShards:
 
     # On streams: see [Note: chunks]. `tensors` are the flat memory of the sharded parameters, or of their gradients.
 
-    def rows(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """Room for packed chunks, ``tensors`` themselves if they are such; ``None`` without divided parameters."""
-        if not self._divided:
-            return None
+    @property
+    def are_divided(self) -> bool:
+        """Whether some of the parameters are, so that there are chunks."""
+        return bool(self._divided)
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Room for packed chunks, ``tensors`` themselves if they are such."""
         like = tensors[self._divided[0][0]]
         if len(self._divided) == 1 and like.numel() == self.ranks * self._row_numel and can_be_sent(like):
             return like.view(self.ranks, self._row_numel)
@@ -275,15 +279,24 @@ class Gather(BackgroundTask):
     shards: BucketShards
 
 
-async def _each(
+def _each(
     operation: Callable[..., Operation], tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
-) -> None:
+) -> Plan:
     """``operation`` on each whole tensor and its owner; by a copy of one that a collective does not take as it is."""
-    whole = [tensors[place] for place, _ in shards.whole]
-    sent = [one if can_be_sent(one) else one.clone() for one in whole]
-    await operation([(one, owner) for one, (_, owner) in zip(sent, shards.whole, strict=True)], group=group)
-    copied = [place for place, one in enumerate(sent) if one is not whole[place]]
-    copy_all([whole[place] for place in copied], [sent[place] for place in copied])
+    if not shards.whole:
+        return ()
+    whole, sent = [tensors[place] for place, _ in shards.whole], list[Tensor]()
+
+    def send() -> Operation:
+        sent[:] = [one if can_be_sent(one) else one.clone() for one in whole]
+        return operation([(one, owner) for one, (_, owner) in zip(sent, shards.whole, strict=True)], group=group)
+
+    def copy() -> None:
+        copied = [place for place, one in enumerate(sent) if one is not whole[place]]
+        copy_all([whole[place] for place in copied], [sent[place] for place in copied])
+        sent.clear()
+
+    return send, copy
 
 
 class _Share(NamedTuple):
@@ -318,46 +331,85 @@ class Exchange:
     async def reduce(self, bucket: Bucket, shards: BucketShards | None) -> None:
         """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,
         divided. Parameters that are not sharded are averaged on every rank: all, where ``shards`` is ``None``."""
+        if shards is not None and not shards.on_streams:
+            if bucket.divisor != 1:
+                bucket.buffer.mul_(1 / bucket.divisor)
+            if shards.numel:
+                await self._reduce_by_messages(shards.gradients_of_all(bucket.buffer), shards, bucket.group)
+            await follow(self._reduce_rest(bucket, shards))
+        else:
+            await follow(self.reduction(bucket, shards))
+
+    def reduction(self, bucket: Bucket, shards: BucketShards | None) -> Plan:
+        """The functions of :meth:`reduce` where there are streams, or nothing is sharded."""
+        buffer, factor, group = bucket.buffer, 1 / bucket.divisor, bucket.group
         # As in DDP, each rank divides before the sum, which keeps half precision in range.
-        if bucket.divisor != 1:
-            bucket.buffer.mul_(1 / bucket.divisor)
+
+        def divide() -> None:
+            buffer.mul_(factor)
+
+        plan: list[Callable[[], Operation | None]] = [] if bucket.divisor == 1 else [divide]
         if shards is None:
-            await all_reduce(bucket.buffer, group=bucket.group)
-            return
-        is_alone = bucket.index == 0 and bucket.is_last and shards.on_streams
+            return *plan, lambda: all_reduce(buffer, group=group)
+        is_alone = bucket.index == 0 and bucket.is_last
         for part, place in shards.first_pass_chunks if is_alone else [(shards, slice(None))]:
-            if part.numel:
-                reduce = self._reduce_rows if part.on_streams else self._reduce_by_messages
-                await reduce(part.gradients_of_all(bucket.buffer[place]), part, bucket.group)
-        if rest := shards.rest(bucket.buffer):
-            flat = torch.cat(rest)
-            await all_reduce(flat, op=dist.ReduceOp.SUM, group=bucket.group)
-            copy_all(rest, flat.split_with_sizes([part.numel() for part in rest]))
+            tensors = part.gradients_of_all(buffer[place])
+            plan += [*self._reduce_rows(tensors, part, group), *_each(reduce_each, tensors, part, group)]
+        return *plan, *self._reduce_rest(bucket, shards)
+
+    def _reduce_rest(self, bucket: Bucket, shards: BucketShards) -> Plan:
+        """The mean of the parameters that are not sharded."""
+        rest, sent = shards.rest(bucket.buffer), list[Tensor]()
+
+        def send() -> Operation:
+            sent.append(torch.cat(rest))
+            return all_reduce(sent[0], group=bucket.group)
+
+        def copy() -> None:
+            copy_all(rest, sent.pop().split_with_sizes([part.numel() for part in rest]))
+
+        return (send, copy) if rest else ()
 
     async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
         """Send the part of the parameters that each rank owns to all ranks, which changes the parameters."""
-        if shards.numel:
-            gather = self._gather_rows if shards.on_streams else self._gather_by_messages
-            await gather(shards.flats, shards, group)
+        if shards.on_streams:
+            await follow(self.gathering(shards, group))
+        elif shards.numel:
+            await self._gather_by_messages(shards.flats, shards, group)
 
-    async def _reduce_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> None:
+    def gathering(self, shards: BucketShards, group: dist.ProcessGroup) -> Plan:
+        """The functions of :meth:`gather` where there are streams."""
+        tensors = shards.flats
+        return *self._gather_rows(tensors, shards, group), *_each(broadcast_each, tensors, shards, group)
+
+    def _reduce_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:
         """Add the other ranks' gradients to the parts of ``tensors`` that this rank owns."""
-        if (rows := shards.rows(tensors)) is not None:
-            shards.pack(tensors, rows)
-            await reduce_scatter(rows[shards.rank], rows.view(-1), group=group)
-            copy_all(*shards.own_chunks(tensors, rows))
-        if shards.whole:
-            await _each(reduce_each, tensors, shards, group)
+        packed: list[Tensor] = []
 
-    async def _gather_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> None:
+        def pack() -> Operation:
+            packed.append(rows := shards.rows(tensors))
+            shards.pack(tensors, rows)
+            return reduce_scatter(rows[shards.rank], rows.view(-1), group=group)
+
+        def unpack() -> None:
+            copy_all(*shards.own_chunks(tensors, packed.pop()))
+
+        return (pack, unpack) if shards.are_divided else ()
+
+    def _gather_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:
         """Fill the parts of ``tensors`` that other ranks own."""
-        if (rows := shards.rows(tensors)) is not None:
+        packed: list[Tensor] = []
+
+        def pack() -> Operation:
+            packed.append(rows := shards.rows(tensors))
             chunks, places = shards.own_chunks(tensors, rows)
             copy_all(places, chunks)
-            await all_gather(rows.view(-1), rows[shards.rank], group=group)
-            shards.unpack(rows, tensors)
-        if shards.whole:
-            await _each(broadcast_each, tensors, shards, group)
+            return all_gather(rows.view(-1), rows[shards.rank], group=group)
+
+        def unpack() -> None:
+            shards.unpack(packed.pop(), tensors)
+
+        return (pack, unpack) if shards.are_divided else ()
 
     async def _reduce_by_messages(
         self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup

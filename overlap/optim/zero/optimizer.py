@@ -404,12 +404,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ):
                 shard.refresh()
 
-    @torch.no_grad()
     def update(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], verdict: Verdict, **arguments: Any
     ) -> None:
         """Step this rank's part of each parameter with its flat gradient, and write the parameters; where ``verdict``
-        is left to the device, it changes nothing there.
+        is left to the device, it changes nothing there. Called under ``no_grad``.
 
         Raises:
             UnsupportedError: by element, new state belongs neither to elements nor to the parameter.
@@ -501,7 +500,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 gradients = [self.shards[id(parameter)].gradient() for parameter in pending]
             with torch.no_grad():
                 scaler.unscale_(gradients)
-            self.update(pending, gradients, Verdict.of_any([verdict, scaler]), **arguments)
+                self.update(pending, gradients, Verdict.of_any([verdict, scaler]), **arguments)
             self.finish(**arguments)
         if stage is None:
             self._gather(pending)

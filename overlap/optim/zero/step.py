@@ -25,7 +25,8 @@ from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, all_reduce, chain, whole_pass
 from overlap.hooks.adapters import as_stage
-from overlap.hooks.stage import UpdateStage
+from overlap.hooks.collectives import Operation
+from overlap.hooks.stage import Plan, UpdateStage
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout
@@ -107,6 +108,10 @@ class ReduceScatter(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         bucket = in_elements(bucket)
         await self.exchange.reduce(bucket, self._shards_of(bucket))
+
+    def plan(self, bucket: Bucket) -> Plan | None:
+        is_by_messages = not has_streams(bucket.buffer.device)
+        return None if is_by_messages else self.exchange.reduction(in_elements(bucket), self._shards_of(bucket))
 
     def passed(self, bucket: Bucket) -> Bucket:
         return reduced(bucket, self._shards_of(bucket))
@@ -224,12 +229,48 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
     async def reduce(self, bucket: Bucket, layout: ShardedLayout) -> Bucket:
         bucket = in_elements(bucket)
-        self.has_whole_mean = bucket.is_mean and not self._follows_its_reducer
-        if layout.shards is not None:
-            self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=layout.shards))
+        self._note_arrived(bucket, layout)
         if not bucket.is_mean:
             await self.optimizer.exchange.reduce(bucket, layout.shards)
         return bucket
+
+    def _note_arrived(self, bucket: Bucket, layout: ShardedLayout) -> None:
+        self.has_whole_mean = bucket.is_mean and not self._follows_its_reducer
+        if layout.shards is not None:
+            self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=layout.shards))
+
+    def plan(self, bucket: Bucket) -> Plan | None:
+        # As the coroutine, where it is first in its chain and no rank has to be asked anything.
+        in_backward, on_streams = self.form.outcome is not Phase.REDUCED, has_streams(bucket.buffer.device)
+        if (
+            not on_streams
+            or self.finds_unused is not False
+            or bucket.is_mean
+            or (self.form.is_deferred and in_backward)
+        ):
+            return None
+        layout, exchange = self.layout_of(bucket), self.optimizer.exchange
+        if (shards := layout.shards) is None or shards.whole:
+            return None
+        own = in_elements(bucket)
+        parameters, gradients = self.gradients(own, layout, None)
+        fetch, unpack = exchange.gathering(shards, bucket.group) or (None, None)
+
+        def update() -> Operation | None:
+            self._note_arrived(bucket, layout)
+            self.lifecycle.gradients.reduced.update(layout.owned)
+            if self.leaves_update:
+                self._largest.look(gradients)
+                return whole_pass()
+            self.apply(layout, parameters, gradients)
+            return fetch() if self._note_updated(layout) and fetch is not None else None
+
+        def finish() -> Operation | None:
+            if self.leaves_update:
+                return self._vote(bucket) if bucket.is_last else None
+            return unpack() if unpack is not None and not self._gathers_in_forward else None
+
+        return *exchange.reduction(own, shards), update, finish
 
     def gradients(
         self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None
@@ -252,8 +293,11 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         self._largest.look(gradients)  # See [Note: one verdict].
         await whole_pass()
         if bucket.is_last:
-            self._found_inf = self._largest.found_inf(bucket.buffer.device)
-            await all_reduce(self._found_inf, op=dist.ReduceOp.MAX, group=bucket.group)
+            await self._vote(bucket)
+
+    def _vote(self, bucket: Bucket) -> Operation:
+        self._found_inf = self._largest.found_inf(bucket.buffer.device)
+        return all_reduce(self._found_inf, op=dist.ReduceOp.MAX, group=bucket.group)
 
     def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         verdict = self.lifecycle.verdict
@@ -265,15 +309,17 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         self.optimizer.finish()
 
     async def gather_parameters(self, bucket: Bucket, layout: ShardedLayout) -> None:
-        if layout.shards is None:
-            return
+        if layout.shards is not None and self._note_updated(layout):
+            await self.optimizer.exchange.gather(layout.shards, bucket.group)
+
+    def _note_updated(self, layout: ShardedLayout) -> bool:
+        """The update was made, or left out; returns whether parameters are to be gathered now."""
         self.lifecycle.gradients.note_applied(layout.parameters)
         # There is nothing new after a step that was left out.
         if self.lifecycle.verdict.found_inf is not None and self.lifecycle.verdict.skips(self.stepped):
-            return
+            return False
         torch.autograd.graph.increment_version(layout.parameters)  # See [Note: versions of sharded parameters].
-        if not self._gathers_in_forward:
-            await self.optimizer.exchange.gather(layout.shards, bucket.group)
+        return not self._gathers_in_forward
 
     def before_forward(self) -> None:
         super().before_forward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -38,8 +37,8 @@ class SimulatedStreams(DeviceStreams):
     def current_stream(self, device: torch.device) -> Stream:
         return self._detector.current_stream
 
-    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
-        return self._detector.on_stream(stream)
+    def set_stream(self, stream: Stream) -> None:
+        self._detector.enter(stream)
 
     def new_event(self, device: torch.device, *, is_timed: bool) -> Event:
         return Event(self._detector.host, lambda: self._detector.current_stream)
