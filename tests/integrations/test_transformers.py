@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import state_of
+from comparing import prepare_rank, state_of
 from features import FRAMEWORKS
 from forms import options_of
 from playing import check_row
 from torch import nn
 from transformers import TrainerCallback
 
-from overlap import ZeroRedundancyOptimizer
+from harness import run_ranks
+from overlap import AllReduce, DivideByCount, Step, ZeroRedundancyOptimizer, chain
 
 SAVED_AFTER = 3
 
@@ -136,3 +137,51 @@ def _resumed(form: str, folder: str) -> Any:
 @pytest.mark.parametrize("feature", FRAMEWORKS["HF Trainer"])
 def test_the_trainer_with_a_chain_is_what_the_table_says(feature: str, tmp_path: Path) -> None:
     check_row("HF Trainer", feature, _play, tmp_path)
+
+
+def _rows() -> list[dict[str, torch.Tensor]]:
+    """Texts of different lengths, as long as the longest."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    for length in range(3, 12):
+        tokens = torch.randint(64, (12,), generator=generator)
+        rows.append({"input_ids": tokens, "labels": torch.where(torch.arange(12) < length, tokens, -100)})
+    return rows * 2
+
+
+def _counted(rank: int, world_size: int, folder: str) -> None:
+    """As docs/integrations.md has it, beside the Trainer's own mean over the tokens of all devices."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from overlap.integrations.transformers import OverlapTrainer
+
+    prepare_rank(rank, world_size)
+    by_count = DivideByCount()
+
+    class CountingTrainer(OverlapTrainer):
+        def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+            batches, tokens = super().get_batch_samples(*args, **options)
+            if batches:
+                by_count.count(tokens)
+            return batches, 1
+
+    def trained(cls: type[Trainer], **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        small = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+        dropped = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, **small, **dropped))
+        args = TrainingArguments(
+            folder, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, save_strategy="no",
+            per_device_train_batch_size=2, gradient_accumulation_steps=2, optim="sgd", learning_rate=0.1,
+            ddp_find_unused_parameters=False, average_tokens_across_devices=cls is Trainer,
+        )  # fmt: skip
+        cls(model, args, train_dataset=_rows(), **options).train()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    plain = trained(Trainer)
+    counted = trained(CountingTrainer, chain=lambda optimizer: chain(by_count, AllReduce(), Step(optimizer)))
+    for one, other in zip(plain, counted, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_a_count_of_tokens_is_the_trainers_mean_over_devices(tmp_path: Path) -> None:
+    run_ranks(_counted, 2, str(tmp_path), timeout_s=200)

@@ -86,6 +86,24 @@ MUTANTS: dict[str, Mutant] = {
         "(rule for rule in reversed(self.rules) if _matches",
         "hooks/test_route.py",
     ),
+    "the count of one rank": Mutant(
+        "hooks/transforms/divide_by_count.py",
+        "self._is_launched = True\n        return self._reduction",
+        "self._is_launched = True\n        return self._launched",
+        "hooks/transforms/test_divide_by_count.py -k one_process",
+    ),
+    "a count is divided by, and the ranks as well": Mutant(
+        "hooks/transforms/divide_by_count.py",
+        "bucket.with_changes(divisor=1)",
+        "bucket",
+        "hooks/transforms/test_divide_by_count.py -k one_process",
+    ),
+    "the count of gradients that the loop has cleared": Mutant(
+        "hooks/transforms/divide_by_count.py",
+        "if self._accumulated is not None and all(",
+        "if self._accumulated is None and all(",
+        "hooks/transforms/test_divide_by_count.py -k accumulated",
+    ),
     "clipping by the norm of an earlier pass": Mutant(
         "hooks/transforms/clip.py",
         "self._norm = self.clipping.clip_(gradients)",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bucket_functions import Ones
 from harness.streams import one_process
 from overlap import (
     AllGather,
@@ -97,6 +98,7 @@ CHAINS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "a function between": lambda: _stepped(AllReduce(), halve),
     "a function behind": lambda: _reduced(AllReduce(), halve),
     "a clip and a log": lambda: _stepped(Log(lambda step, norms: None), AllReduce(), ClipGradNorm(0.1)),
+    "a count": lambda: _stepped(Ones(), AllReduce()),
     "a skip": lambda: _stepped(Cast(torch.bfloat16), SkipNonFinite()),
     "ZeroStep": _sharded,
 }

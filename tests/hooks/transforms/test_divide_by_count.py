@@ -261,6 +261,20 @@ def _accumulates(ddp: Any, by_count: DivideByCount, optimizer: Any, rank: int) -
         yield range(place, 2 + place)
 
 
+def _penalizes(ddp: Any, by_count: DivideByCount, optimizer: Any, rank: int) -> Iterator[Sequence[int]]:
+    """A gradient of the output that goes to no parameter is not the backward of a count."""
+    for step in range(4):
+        x, y = _batch(step, rank, TOKENS[step][rank])
+        with nullcontext() if step % 2 else ddp.no_sync():
+            by_count.count(len(x))
+            output = ddp(x.requires_grad_())
+            torch.autograd.grad(output.sum(), x, retain_graph=True)
+            nn.functional.mse_loss(output, y, reduction="sum").backward()
+        if step % 2:
+            optimizer.step()
+            yield [step - 1, step]
+
+
 def _discards(ddp: Any, by_count: DivideByCount, optimizer: Any, rank: int) -> Iterator[Sequence[int]]:
     for step in range(4):
         _window(ddp, by_count, rank, [step])
@@ -286,6 +300,7 @@ def _looped(rank: int, world_size: int) -> list[list[Tensor]]:
     found = []
     for play, builds in (
         (_accumulates, (_stepped(AllReduce), _stepped(AllReduce, deferred=True), _sharded())),
+        (_penalizes, (_reduced, _stepped(AllReduce))),
         (_discards, (_stepped(AllReduce, deferred=True), _sharded(deferred=True))),
         (_scales, (_stepped(AllReduce, deferred=True), _sharded(deferred=True))),
     ):
@@ -402,12 +417,17 @@ def _refused(rank: int, world_size: int) -> None:
     optimizer.step()
     with pytest.raises(TrainingLoopError, match=rf"rank {rank} has no count"):
         backward(None)
-    reference = OneProcess()
-    union = [(x, y) for x, y in (_batch(0, each, 4) for each in range(world_size))]
-    expected = reference.gradients(union)
+    with ddp.no_sync():
+        backward(8)  # Of this microbatch and of one that does not come: the loop discards them.
+    ddp.zero_grad()
+    with pytest.raises(TrainingLoopError, match=rf"rank {rank} has no count"):
+        backward(None)
     backward(4)
+    reference = OneProcess()
+    reference.model.load_state_dict(ddp.module.state_dict())
+    expected = reference.gradients([_batch(0, each, 4) for each in range(world_size)])
     for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
-        assert parameter.grad is not None and parameter.grad.shape == gradient.shape
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-6)
     with pytest.raises(TrainingLoopError, match="a second backward began before"):
         backward(4)
 
