@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import assert_parity, on_ranks, run_ranks
+from harness import assert_equal_ranks, assert_parity, on_ranks, run_ranks
 from overlap import Join
 from overlap.hooks.engine.registration import registration_of
 
@@ -55,13 +55,6 @@ def _settle(optimizers: list[Any]) -> None:
             optimizer.wait()
 
 
-def _assert_ranks_equal(ddp: Any, what: str) -> None:
-    flat = torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
-    of_rank_0 = flat.clone()
-    dist.broadcast(of_rank_0, src=0)
-    assert torch.equal(flat, of_rank_0), f"{what}: ranks differ by up to {(flat - of_rank_0).abs().max():g}"
-
-
 # Situations: each plays one sentence on one rank and raises if it does not hold.
 
 
@@ -74,7 +67,7 @@ def _trains(name: str, sentence: Sentence, rank: int) -> None:
         _step(ddp, optimizers, step, rank)
         _settle(optimizers)
         if step % sentence.equal_every == sentence.equal_every - 1:
-            _assert_ranks_equal(ddp, f"{name}, step {step}")
+            assert_equal_ranks(ddp.parameters(), f"{name}, step {step}")
         if sentence.by_hand is not None:
             _loss(plain, step, rank).backward()
             sentence.by_hand(plain, by_hand)
@@ -94,7 +87,7 @@ def _accumulates(name: str, sentence: Sentence, rank: int) -> None:
             _loss(ddp, 100 + step, rank).backward()
         _step(ddp, optimizers, step, rank)
     _settle(optimizers)
-    _assert_ranks_equal(ddp, f"{name}, accumulated")
+    assert_equal_ranks(ddp.parameters(), f"{name}, accumulated")
 
 
 def _joins(name: str, sentence: Sentence, rank: int) -> None:
@@ -103,7 +96,7 @@ def _joins(name: str, sentence: Sentence, rank: int) -> None:
         for step in range(2 + 2 * rank):
             _step(ddp, optimizers, step, rank)
     _settle(optimizers)
-    _assert_ranks_equal(ddp, f"{name}, after uneven inputs")
+    assert_equal_ranks(ddp.parameters(), f"{name}, after uneven inputs")
 
 
 def _meets_nan(name: str, sentence: Sentence, rank: int) -> None:
@@ -181,7 +174,7 @@ def _is_removed(name: str, sentence: Sentence, rank: int) -> None:
     _step(ddp, fresh, 2, rank)
     _settle(fresh)
     if sentence.equal_every == 1:
-        _assert_ranks_equal(ddp, f"{name}, registered again")
+        assert_equal_ranks(ddp.parameters(), f"{name}, registered again")
 
 
 SITUATIONS: dict[str, Callable[[str, Sentence, int], None]] = {

@@ -1,7 +1,7 @@
 """Test harness: one helper starts ranks as processes, one asserts parity."""
 
 from ._rank import UNKNOWN_BACKEND
-from .parity import assert_parity
+from .parity import assert_equal_ranks, assert_parity
 from .ranks import RankDied, RankFailed, RankHung, WorldError, on_ranks, run_ranks, start_server
 from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, train, wrap
 
@@ -12,6 +12,7 @@ __all__ = [
     "RankHung",
     "Record",
     "WorldError",
+    "assert_equal_ranks",
     "assert_parity",
     "bucket_sizes_bytes",
     "on_ranks",

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 
 def assert_parity(
@@ -41,6 +43,15 @@ def assert_parity(
         allowed = "exactly equal" if reason is None else f"within rtol={rtol:g}, atol={atol:g} ({reason})"
         more = f"\n({len(differences) - 1} more differ)" if len(differences) > 1 else ""
         raise AssertionError(f"{what} should be {allowed}; first difference:\n{differences[0]}{more}")
+
+
+def assert_equal_ranks(tensors: Iterable[Tensor], what: str = "parameters") -> None:
+    """Fails where a rank of the default group holds other values than rank 0, NaN being equal to NaN."""
+    __tracebackhide__ = True
+    own = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    of_rank_0 = own.clone()
+    dist.broadcast(of_rank_0, 0)
+    assert_parity(own, of_rank_0, what=f"{what}, beside rank 0")
 
 
 # Asked first: most of what is compared is one of these.

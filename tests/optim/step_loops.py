@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness import wrap
@@ -69,13 +68,6 @@ def settle(optimizer: Any) -> None:
 def backward(model: nn.Module, step: int, rank: int) -> None:
     """The backward of one batch."""
     model(*MLP.batch(step, rank).inputs).square().mean().backward()
-
-
-def assert_equal_ranks(ddp: Any) -> None:
-    for parameter in ddp.parameters():
-        first = parameter.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(parameter, first)
 
 
 class NoScheduler:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import ADAMW, SGD, assert_equal_ranks, registered, settle
+from step_loops import ADAMW, SGD, registered, settle
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measuring import MemoryMeter
-from harness import assert_parity, on_ranks, plain_step, run_ranks, train, wrap
+from harness import assert_equal_ranks, assert_parity, on_ranks, plain_step, run_ranks, train, wrap
 from harness.models import DTYPES, MLP, TIED, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
@@ -398,7 +398,7 @@ def test_a_bucket_that_a_stage_keeps_has_its_memory_until_it_is_dropped(rank: in
             kept.clear()
             trains(ddp, optimizer, rank, range(when + 2, when + 5))
             assert is_released(ddp), f"{what} of step {when}: released again when nobody keeps it"
-            assert_equal_ranks(ddp)
+            assert_equal_ranks(ddp.parameters())
 
 
 @on_ranks(2)

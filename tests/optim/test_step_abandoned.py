@@ -9,7 +9,7 @@ import torch
 from step_loops import registered
 from torch import Tensor, nn
 
-from harness import on_ranks, wrap
+from harness import assert_equal_ranks, on_ranks, wrap
 from overlap import AllReduce, PeerError, chain
 
 # The form, the layer behind which backward raises, the size of a bucket in layers, and the ranks on which it raises.
@@ -92,9 +92,7 @@ def test_an_error_in_one_ranks_backward_is_an_error_on_every_rank_at_once(rank: 
             optimizer.step()
         if hasattr(optimizer, "wait"):
             optimizer.wait()
-        gathered = [torch.empty_like(ddp.module.layers[0].weight) for _ in range(world_size)]
-        torch.distributed.all_gather(gathered, ddp.module.layers[0].weight.detach())
-        assert torch.equal(gathered[0], gathered[1])
+        assert_equal_ranks([ddp.module.layers[0].weight], form)
 
 
 @on_ranks(2)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import SGD, assert_equal_ranks, backward, registered
+from step_loops import SGD, backward, registered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, on_ranks, wrap
+from harness import assert_equal_ranks, assert_parity, on_ranks, wrap
 from harness.models import MLP
 from overlap import AllReduce, Join, OverlappedOptimizer, Step, TrainingLoopError, chain
 
@@ -54,7 +54,7 @@ def _under_join(rank: int, form: str, *, discards: bool = False) -> None:
             if discards:
                 optimizer.zero_grad()
             optimizer.step()
-    assert_equal_ranks(ddp)
+    assert_equal_ranks(ddp.parameters())
 
 
 @on_ranks(2)

@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch.distributed as dist
-from step_loops import assert_equal_ranks, backward, registered
+from step_loops import backward, registered
 
-from harness import on_ranks, wrap
+from harness import assert_equal_ranks, on_ranks, wrap
 from harness.models import MLP
 from overlap import PeerError, TrainingLoopError
 
@@ -40,7 +40,7 @@ def _refused_on_rank_1(rank: int, form: str, refused_step: int) -> None:
     for step in range(refused_step + 1, refused_step + 4):
         backward(ddp, step, rank)
         optimizer.step()
-    assert_equal_ranks(ddp)
+    assert_equal_ranks(ddp.parameters())
 
 
 @on_ranks(2, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,12 +42,3 @@ def of_ranks(world_size: int, sizes: Sequence[int], step: int = 0) -> list[list[
     """Gradients by rank, the same wherever they are asked for."""
     generator = torch.Generator().manual_seed(step)
     return [[torch.randn(size, generator=generator) for size in sizes] for _ in range(world_size)]
-
-
-def assert_equal_on_all_ranks(tensors: Sequence[torch.Tensor]) -> None:
-    """Fails where ranks hold different values."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).double()
-    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, flat)
-    assert all(torch.equal(other, flat) or other.isnan().any() for other in gathered), "ranks differ"
-    assert all(torch.equal(other.isnan(), flat.isnan()) for other in gathered)

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as theirs
 
 import overlap
-from harness import assert_parity, on_ranks
+from harness import assert_equal_ranks, assert_parity, on_ranks
 from overlap import ConfigurationError, register
 from overlap.hooks import GatherQuantized
 
-from .given import assert_equal_on_all_ranks, given, of_ranks, reduced
+from .given import given, of_ranks, reduced
 
 SIZES = [1, 512, 2000]
 HOOKS = [
@@ -65,7 +65,7 @@ def _equals_torchs(rank: int, world_size: int, hook: Any, chunk: int | None) -> 
                 atol=1e-6,
                 reason="the span of values is halved here before it is divided, so that none is too large",
             )
-        assert_equal_on_all_ranks(got)
+        assert_equal_ranks(got)
 
 
 @on_ranks(2)

@@ -5,11 +5,11 @@ import socket
 import torch
 import torch.distributed as dist
 
-from harness import assert_parity, on_ranks
+from harness import assert_equal_ranks, assert_parity, on_ranks
 from overlap import Int4, Int8, PowerSGD, Quantize
 
 from ..wires.by_hand import summed
-from .given import assert_equal_on_all_ranks, given, of_ranks, reduced
+from .given import given, of_ranks, reduced
 
 SIZES = [1, 300, 2001]
 
@@ -35,11 +35,11 @@ def test_sums_on_two_machines(rank: int, world_size: int) -> None:
     for step in range(4):
         gradients = of_ranks(world_size, SIZES, step)
         got = reduced(ddp, gradients[rank])
-        assert_equal_on_all_ranks(got)
+        assert_equal_ranks(got)
         for place, one in enumerate(got):
             delivered[place] += one
             total[place] += sum(own[place] for own in gradients) / world_size
     for place, error in enumerate(stage.state_dict()["error"].values()):
         dist.all_reduce(error)
         torch.testing.assert_close(delivered[place] + error, total[place], rtol=1e-5, atol=1e-5)
-    assert_equal_on_all_ranks(reduced(given([64], PowerSGD(wire=Int8())), [torch.ones(64)]))
+    assert_equal_ranks(reduced(given([64], PowerSGD(wire=Int8())), [torch.ones(64)]))

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measuring import socket_bytes
-from harness import on_ranks, run_ranks
+from harness import assert_equal_ranks, on_ranks, run_ranks
 from overlap import AllReduce, Int4, Int8
 from overlap.hooks import Quantize
 
-from .given import assert_equal_on_all_ranks, given, of_ranks, reduced
+from .given import given, of_ranks, reduced
 
 SIZES = [1, 7, 300, 1000, 4099]
 
@@ -30,7 +30,7 @@ def test_a_value_on_one_rank_that_is_not_finite_marks_its_chunk_on_all_ranks_for
         if rank == world_size - 1:
             broken[4][0] = bad
         got = reduced(ddp, broken)
-        assert_equal_on_all_ranks(got)
+        assert_equal_ranks(got)
         assert not got[4][:100].isfinite().any() and got[4][-100:].isfinite().all() and got[3].isfinite().all()
     assert all(result.isfinite().all() for result in reduced(ddp, own)), "nothing of it is remembered"
 

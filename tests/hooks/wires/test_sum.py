@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from harness import assert_parity, run_ranks
+from harness import assert_equal_ranks, assert_parity, run_ranks
 from overlap import BFloat16, Float8, Float16, Int4, Int8, Quantize, TopK, Wire
 
-from ..quantize.given import assert_equal_on_all_ranks, given, of_ranks, reduced
+from ..quantize.given import given, of_ranks, reduced
 from .by_hand import summed
 
 WIRES = [Float16(), BFloat16(), Float8(chunk=128), Int8(), Int4(), TopK(0.01), TopK(0.2, chunk=256)]
@@ -27,7 +27,7 @@ def _every_step(rank: int, world_size: int, wire: Wire, error_feedback: bool) ->
     for step in range(3):
         gradients = of_ranks(world_size, SIZES, step)
         got = reduced(ddp, gradients[rank])
-        assert_equal_on_all_ranks(got)
+        assert_equal_ranks(got)
         for index, result in enumerate(got):
             what = f"{stage!r}, step {step}, {SIZES[index]} values"
             means = [own[index] * (1 / world_size) for own in gradients]

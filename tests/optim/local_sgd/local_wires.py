@@ -28,12 +28,6 @@ def gathered(flat: Tensor) -> list[Tensor]:
     return everyone
 
 
-def assert_equal_ranks(model: nn.Module, what: str) -> None:
-    flat = torch.cat([value.double().flatten() for value in values_of(model).values()])
-    for other in gathered(flat):
-        assert_parity(other, flat, what=f"{what}: ranks")
-
-
 def errors_of(made: LocalSGD) -> dict[str, Tensor]:
     errors: dict[str, Tensor] = made.state_dict()["local_sgd"]["wire"]["error"]
     return errors

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from local_loops import Values, assign, play, run, sgd, values_of
-from local_wires import assert_equal_ranks, sum_by_hand
+from local_wires import sum_by_hand
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import overlap
-from harness import assert_parity, on_ranks, plain_step, wrap
+from harness import assert_equal_ranks, assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import Int4, LocalSGD, TrainingLoopError
 
@@ -44,11 +44,11 @@ def _ends(rank: int, world_size: int, case: Case, form: str) -> None:
         ddp, made = _train_unevenly(case, rank, form, start)
         what = f"{case}, {form}, from step {start}"
         assert made.averager.step == max(BATCHES[:world_size]) and made.averager.pending is None, what
-        assert_equal_ranks(ddp.module, f"{what}: at the end")
+        assert_equal_ranks(values_of(ddp.module).values(), f"{what}: at the end")
         assert "_sync_final_model" not in vars(ddp)
         run(case, rank, range(2), ddp, made)  # And on it goes, with all ranks.
         made.synchronize()
-        assert_equal_ranks(ddp.module, f"{what}: and on it goes")
+        assert_equal_ranks(values_of(ddp.module).values(), f"{what}: and on it goes")
 
 
 ENDS: dict[str, Callable[[int, int], None]] = {

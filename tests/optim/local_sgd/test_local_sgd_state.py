@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_loops import local, play, run, sgd, values_of
-from local_wires import assert_equal_ranks, errors_of
+from local_wires import errors_of
 
-from harness import assert_parity, wrap
+from harness import assert_equal_ranks, assert_parity, wrap
 from harness.models import BATCH_NORM, MLP
 from overlap import ConfigurationError, Int4, Int8, LocalSGD
 
@@ -43,7 +43,7 @@ def _resume(rank: int, world_size: int, what: str) -> None:
     if "wired" in what:
         errors = errors_of(made)
         made.synchronize()
-        assert_equal_ranks(ddp.module, f"{what}, rounded stochastically")
+        assert_equal_ranks(values_of(ddp.module).values(), f"{what}, rounded stochastically")
     for stop, file in files.items():
         saved = torch.load(io.BytesIO(file), weights_only=True)
         assert (saved["optimizer"]["local_sgd"]["flight"] is not None) == (stop == 9 and "streaming" in what)
@@ -124,7 +124,7 @@ def _states(rank: int, world_size: int) -> None:
         if is_equal:
             more.load_state_dict(exact.state_dict())
             run(MLP, rank, range(2), wired, more)
-            assert_equal_ranks(wired.module, "with a wire from here")
+            assert_equal_ranks(values_of(wired.module).values(), "with a wire from here")
         else:
             with pytest.raises(ConfigurationError, match=r"without a wire .* in the middle of a round"):
                 more.load_state_dict(exact.state_dict())

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import Cells, local, play, run, sgd
-from local_wires import assert_equal_ranks, beside, errors_of, gathered, sent_bytes
+from local_loops import Cells, local, play, run, sgd, values_of
+from local_wires import beside, errors_of, gathered, sent_bytes
 from torch import Tensor, nn
 
-from harness import assert_parity, wrap
+from harness import assert_equal_ranks, assert_parity, wrap
 from harness.models import MLP
 from overlap import (
     Int4,
@@ -46,7 +46,7 @@ def _by_hand(rank: int, world_size: int) -> None:
             assert by_hand.round and by_hand.errors
             assert_parity(errors_of(made), by_hand.errors, what=f"{name}: residuals")
             made.synchronize()
-            assert_equal_ranks(ddp.module, f"{name}, synchronized")
+            assert_equal_ranks(values_of(ddp.module).values(), f"{name}, synchronized")
 
 
 def _bytes(rank: int, world_size: int) -> None:
@@ -109,7 +109,7 @@ def _failures(rank: int, world_size: int) -> None:
         assert_parity(errors_of(made), before, what=f"overlap {delay}: what was left out, after a failed average")
         run(MLP, rank, range(4), ddp, made)
         made.synchronize()
-        assert_equal_ranks(ddp.module, f"overlap {delay}, after a failed average")
+        assert_equal_ranks(values_of(ddp.module).values(), f"overlap {delay}, after a failed average")
 
 
 def _is_let_go(rank: int, world_size: int) -> None:
@@ -170,7 +170,7 @@ def _dtypes(rank: int, world_size: int) -> None:
     ddp(torch.full((40,), 1.0 + rank, dtype=torch.float64)).backward()
     own = {name: (p.detach() - 0.25 * p.grad).double() for name, p in module.named_parameters()}
     made.step()
-    assert_equal_ranks(ddp.module, "dtypes")
+    assert_equal_ranks(values_of(ddp.module).values(), "dtypes")
     for name, p in module.named_parameters():
         mean = sum(gathered(own[name] - start[name])) / world_size + start[name]
         # Int8 rounds twice, by half a step of changes of about 0.5; then the parameter's dtype does.
