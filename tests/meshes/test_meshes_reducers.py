@@ -141,7 +141,7 @@ def _refused(rank: int, ranks: int) -> list[str]:
 def test_refusals_name_the_reason_and_the_remedy() -> None:
     of_ranks = run_ranks(_refused, 4)
     expected = (
-        ("ClipGradNorm(1) cannot be registered with a model that FSDP shards", "torch.nn.utils.clip_grad_norm_"),
+        ("ClipGradNorm(1) cannot be registered under FSDP", "torch.nn.utils.clip_grad_norm_"),
         ("Step(SGD, interleaved) cannot be registered", "optimizer.step() after backward"),
         ("PostLocal", "cannot be registered"),
         ("as_stage(<lambda>) cannot be registered", "Cast(torch.bfloat16)"),

@@ -57,7 +57,7 @@ def _played(rank: int, ranks: int, *, by_hook: bool, reducer: Any, holds: bool =
                 if not by_hook:
                     kept.append(flat)  # As FSDP does until the pass is over.
                 del flat
-            detector.current_stream.wait_stream(reduces)
+            # FSDP itself waits here in the last backward of a step alone.
             kept.clear()
 
         kept: list[torch.Tensor] = []
