@@ -180,6 +180,7 @@ def test_every_example_is_run_here() -> None:
     run = {arguments.partition(" ")[0] for arguments in RUNS.values()}
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "train.py",
+        "gpt.py",
         "torchft_ddp.py",
         *run,
-    }  # The latter in tests/integrations.
+    }  # The model of two; and one that runs in tests/integrations.

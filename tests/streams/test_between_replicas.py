@@ -43,6 +43,9 @@ def _played(rank: int, ranks: int, *, by_hook: bool, reducer: Any, holds: bool =
         scatters, reduces = detector.new_stream("reduce-scatters"), detector.new_stream("all-reduces")
 
         def backward(gradient: torch.Tensor) -> None:
+            # FSDP waits for what the backward before has left; at the end of one, only in the last of a step.
+            detector.current_stream.wait_stream(reduces)
+            kept.clear()
             for unit in registration.runtime.units:
                 scatters.wait_stream(detector.current_stream)
                 with detector.on_stream(scatters):
@@ -55,10 +58,8 @@ def _played(rank: int, ranks: int, *, by_hook: bool, reducer: Any, holds: bool =
                         dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=unit.fsdp._all_reduce_process_group)
                     found.append(flat.double())
                 if not by_hook:
-                    kept.append(flat)  # As FSDP does until the pass is over.
+                    kept.append(flat)
                 del flat
-            # FSDP itself waits here in the last backward of a step alone.
-            kept.clear()
 
         kept: list[torch.Tensor] = []
         x.register_hook(backward)
