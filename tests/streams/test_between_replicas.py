@@ -80,8 +80,6 @@ def _played(rank: int, ranks: int, *, by_hook: bool, reducer: Any, holds: bool =
 
 REDUCERS = (
     (overlap.AllReduce, 1e-6),
-    (lambda: overlap.Cast(torch.bfloat16), 0.05),
-    (lambda: overlap.Quantize(overlap.Int8()), 0.1),
     (lambda: overlap.Quantize(overlap.Int4(), error_feedback=True), 1.0),
     (lambda: overlap.PowerSGD(rank=8, min_compression_rate=0.1), 1e-3),
 )
