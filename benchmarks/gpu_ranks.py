@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -50,9 +51,9 @@ from benchmarks.recipes import (
     torch_powersgd,
     torch_zero,
 )
-from overlap import AllReduce, Cast, Int4, Int8, PowerSGD, Quantize
+from overlap import AllReduce, Cast, Int4, Int8, PowerSGD, Quantize, Stage, chain
 from overlap._torch.device import synchronize
-from overlap.hooks.engine.registration import registration_of
+from overlap.hooks.engine.registration import Registration, registration_of
 
 # Steps: to warm up, in a row, alone.
 _STEPS = {"cuda": (20, 10, 5), "slow": (4, 4, 1), "cpu": (3, 2, 1)}
@@ -75,6 +76,13 @@ ROWS: dict[str, Recipe | None] = {
     "torch ZeRO": torch_zero,
     FSDP: None,
 }
+# A replica on each rank, reduced in fp32 without a chain; with one between replicas.
+HSDP: dict[str, Callable[[], Stage] | None] = {
+    "HSDP": None,
+    "HSDP, Cast(bfloat16)": lambda: Cast(torch.bfloat16, AllReduce()),
+    "HSDP, Quantize(Int8())": lambda: Quantize(Int8()),
+    "HSDP, Quantize(Int4(), error_feedback=True)": lambda: Quantize(Int4(), error_feedback=True),
+}
 SLOW_MODEL = {"cuda": {"gpt-350m": 8}, "cpu": MODELS["cpu"]}
 SLOW_ROWS: dict[str, Recipe | None] = {
     **PLAIN,
@@ -86,6 +94,7 @@ SLOW_ROWS: dict[str, Recipe | None] = {
     "PowerSGD(rank=4)": reduced(lambda: PowerSGD(rank=4)),
     "ZeroStep, deferred, in forward": sharded(deferred=True, gather="forward"),
     "torch ZeRO": torch_zero,
+    **dict.fromkeys(HSDP),
 }
 
 
@@ -121,8 +130,11 @@ def measure(cell: Cell, device: torch.device, *, is_slow: bool) -> None:
     with device:
         model = workload.make_model()
     recipe = {**SLOW_ROWS, **ROWS}[cell.row]
+    sharded_by: Registration | None = None
     if recipe is None:
-        wrapped: nn.Module = _fully_sharded(model)
+        wrapped = _fully_sharded(model, between_replicas=cell.row in HSDP)
+        if (reducer := HSDP.get(cell.row)) is not None:
+            sharded_by = chain(reducer()).register(wrapped)
         update = stepped_by_loop(_ADAMW(wrapped.parameters()))
     else:
         ddp = wrapped = DistributedDataParallel(model, bucket_cap_mb=cell.bucket_mb, gradient_as_bucket_view=True)
@@ -152,18 +164,25 @@ def measure(cell: Cell, device: torch.device, *, is_slow: bool) -> None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         cell.step_ms, cell.host_ms, cell.peak_bytes = 1e3 * worst[0].item(), 1e3 * worst[1].item(), int(worst[2])
     finally:
-        if recipe is not None and (registration := registration_of(ddp)) is not None:
+        registration = sharded_by if recipe is None else registration_of(ddp)
+        if registration is not None:
             registration.remove()
 
 
-def _fully_sharded(model: nn.Module) -> nn.Module:
-    """Each block and the rest, gathered once a step, in bf16; with BatchNorm in autocast, and reduced in bf16."""
+def _fully_sharded(model: nn.Module, *, between_replicas: bool) -> nn.Module:
+    """Each block and the rest, gathered once a step, in bf16; with BatchNorm in autocast, and reduced in bf16. Or a
+    replica on each rank (HSDP of shards of one rank), reduced in fp32."""
     has_norm = any(isinstance(one, nn.BatchNorm1d | nn.BatchNorm2d) for one in model.modules())
     dtype = torch.bfloat16
-    policy = MixedPrecisionPolicy(param_dtype=None if has_norm else dtype, reduce_dtype=dtype)
+    reduce_dtype = torch.float32 if between_replicas else dtype
+    policy = MixedPrecisionPolicy(param_dtype=None if has_norm else dtype, reduce_dtype=reduce_dtype)
+    device_type, mesh = next(model.parameters()).device.type, None
+    if between_replicas:
+        shape = (dist.get_world_size(), 1)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
     model.to(memory_format=torch.contiguous_format)  # It takes no others.
     for module in (*getattr(model, "blocks", ()), model):
-        fully_shard(module, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     return model
 
 

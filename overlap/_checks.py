@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from overlap._torch.c10d import backend_name
-from overlap._torch.ddp import uncompiled
+from overlap._torch.ddp import is_sharded, uncompiled
 from overlap._torch.device import has_stream_api, is_capturing
 from overlap.errors import ConfigurationError, UnsupportedError
 
@@ -47,6 +47,8 @@ def _instead_of(model: object) -> str:
     for name, part in model.named_modules():
         if isinstance(part, DistributedDataParallel):
             return f"the one inside of it is its .{name}: give that"
+        if name and is_sharded(part):
+            return f"its .{name} is sharded: call fully_shard(model) for the root, too, and give that"
     kinds = {cls.__name__ for cls in type(model).__mro__}
     if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
         return "FSDP shards parameters and reduces gradients by itself: use one of the two, not both"

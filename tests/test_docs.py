@@ -125,7 +125,7 @@ def test_a_program_that_is_shown_is_the_smallest_example() -> None:
     example = (ROOT / "examples" / "train.py").read_text().split("\n\n", 1)[1]
     programs = {_name(page): block for page in SHOWN for block in _blocks(page) if _is_program(block)}
     assert programs.pop("README.md") == f"# torchrun --nproc-per-node 2 train.py\n{example}"
-    assert list(programs) == ["docs/api/index.md"]
+    assert list(programs) == ["docs/api/index.md", "docs/guides/sharded-models.md"]
 
 
 def test_figures_show_the_tables_of_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ EXAMPLES = ROOT / "examples"
 
 
 _SMALL = "transformer.py --layers 1 --width 64 --context 32"
+_SHARDED = "hsdp.py --layers 1 --width 64 --context 32"
 RUNS = {
     "transformer.py": f"{_SMALL} --steps 10 --update plain",
     **{update: f"{_SMALL} --steps 10 --update {update}" for update in ("overlapped", "sharded")},
@@ -42,6 +43,9 @@ RUNS = {
     "join.py": "join.py --samples 200 --epochs 3",
     "join.py, stopped": "join.py --samples 200 --checkpoint {folder}/join --epochs 1",
     "join.py, resumed": "join.py --samples 200 --checkpoint {folder}/join --epochs 3",
+    "hsdp.py": f"{_SHARDED} --steps 8",
+    "hsdp.py, stopped": f"{_SHARDED} --save-every 4 --checkpoint {{folder}}/hsdp --steps 4",
+    "hsdp.py, resumed": f"{_SHARDED} --save-every 4 --checkpoint {{folder}}/hsdp --steps 8",
 }
 
 
@@ -59,9 +63,9 @@ def _run(rank: int, world_size: int, runs: list[list[str]]) -> list[str]:
     return printed
 
 
-def _on_two_ranks(*runs: list[str]) -> list[str]:
+def _on_two_ranks(*runs: list[str], ranks: int = 2) -> list[str]:
     """What rank 0 prints."""
-    return run_ranks(_run, 2, list(runs), timeout_s=170)[0]
+    return run_ranks(_run, ranks, list(runs), timeout_s=170)[0]
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +73,23 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What rank 0 of two prints in each of the runs."""
     folder = tmp_path_factory.mktemp("examples")
     runs = [f"{EXAMPLES}/{run.format(folder=folder)}".split() for run in RUNS.values()]
-    return dict(zip(RUNS, _on_two_ranks(*runs), strict=True))
+    of_two = [run for run in runs if "hsdp.py" not in run[0]]
+    of_four = [run for run in runs if "hsdp.py" in run[0]]
+    return dict(zip(RUNS, _on_two_ranks(*of_two) + _on_two_ranks(*of_four, ranks=4), strict=True))
 
 
 def test_the_program_of_the_front_page_learns() -> None:
     (printed,) = _on_two_ranks([f"{EXAMPLES}/train.py"])
     losses = [float(loss) for _, loss in re.findall(r"step (\d+): loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+
+
+def test_the_program_of_the_guide_on_sharded_models_learns(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "guides" / "sharded-models.md").read_text()
+    (tmp_path / "sharded.py").write_text(guide.partition("```python\n")[2].partition("```")[0])
+    (printed,) = _on_two_ranks([f"{tmp_path}/sharded.py"], ranks=4)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", printed)]
+    assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
 
 
 def test_a_transformer_learns_the_same_as_with_plain_ddp(printed: dict[str, str]) -> None:
@@ -91,7 +105,7 @@ def _losses(printed: str) -> list[tuple[str, ...]]:
     return re.findall(r"loss (\S+?)(?:, (?:accuracy|norm of weights) (\S+))?(?:\s|$)", printed)
 
 
-@pytest.mark.parametrize("example", ["checkpoint.py", "digits.py", "diloco.py", "join.py", "transformer.py"])
+@pytest.mark.parametrize("example", ["checkpoint.py", "digits.py", "diloco.py", "hsdp.py", "join.py", "transformer.py"])
 def test_an_example_goes_on_from_its_checkpoint_as_if_never_interrupted(example: str, printed: dict[str, str]) -> None:
     whole, stopped, resumed = (_losses(printed[f"{example}{run}"]) for run in ("", ", stopped", ", resumed"))
     assert len(whole) >= 3 and stopped and resumed
@@ -113,7 +127,7 @@ def test_every_example_explains_its_options(
     with pytest.raises(SystemExit):
         runpy.run_path(str(EXAMPLES / example), run_name="__main__")
     shown = capsys.readouterr().out
-    assert f"torchrun --nproc-per-node 2 examples/{example}" in shown
+    assert f"torchrun --nproc-per-node {4 if example == 'hsdp.py' else 2} examples/{example}" in shown
     assert "--checkpoint CHECKPOINT" in shown
 
 
@@ -164,6 +178,7 @@ def test_every_example_is_run_here() -> None:
     run = {arguments.partition(" ")[0] for arguments in RUNS.values()}
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "train.py",
+        "gpt.py",
         "torchft_ddp.py",
         *run,
-    }  # The latter in tests/integrations.
+    }  # The model of two; and one that runs in tests/integrations.

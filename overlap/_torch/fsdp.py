@@ -33,6 +33,7 @@ __all__ = [
     "ReplicaGroup",
     "dims_of_replica",
     "group_of_replicas",
+    "groups_of_replica",
     "missing_parts",
     "param_groups",
     "replicas_of",
@@ -155,3 +156,11 @@ def dims_of_replica(mesh: DeviceMesh, replicas: dist.ProcessGroup) -> list[int]:
     """The dimensions of ``mesh`` along which one replica lies."""
     ranks = set(dist.get_process_group_ranks(replicas))
     return [dim for dim in range(mesh.ndim) if not ranks >= set(dist.get_process_group_ranks(mesh.get_group(dim)))]
+
+
+def groups_of_replica(units: Sequence[Any], replicas: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """The groups that this rank has in the dimensions along which its replica lies."""
+    parameters = (one.sharded_param for unit in units for one in unit.fsdp_params)
+    meshes = [one.device_mesh for one in parameters if isinstance(one, DTensor)]
+    largest = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    return [] if largest is None else [largest.get_group(dim) for dim in dims_of_replica(largest, replicas)]

@@ -29,18 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap._checks import check_device
+from overlap._torch import fsdp
 from overlap._torch.autograd import after_backward, backward_id
 from overlap._torch.ddp import plain_name
-from overlap._torch.device import has_streams, hold
-from overlap._torch.fsdp import (
-    DTensor,
-    ReplicaGroup,
-    dims_of_replica,
-    group_of_replicas,
-    param_groups,
-    replicas_of,
-    trained,
-)
+from overlap._torch.device import current_stream, has_streams, hold, recorded_event
 from overlap.errors import CollectiveError, ConfigurationError, PeerError
 from overlap.hooks.adapters import HookStage, as_stage
 from overlap.hooks.bucket import Bucket
@@ -56,7 +48,7 @@ from overlap.hooks.engine.registration import (
 from overlap.hooks.engine.runtime import Runtime
 from overlap.hooks.engine.wavefront import BackwardPass, Task
 from overlap.hooks.post_local_sgd import PostLocal
-from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
+from overlap.hooks.reducers import AllGather, AllReduce, NoReduction, OnGroup
 from overlap.hooks.stage import Role, Stage, StageContext, redistributed, walk, with_contexts
 from overlap.ranks.board import Agreement, group_all_reduce, of_all_ranks
 
@@ -72,22 +64,20 @@ _INSTEAD = {
 _ELEMENTWISE = (AllReduce, AllGather, NoReduction)
 # In a state of a stage: tensors by parameter's name, of the shape of its shard.
 _BY_SHARD = ("error", "residuals")
-_CHECKPOINTED = "_checkpoint_wrapped_module."
 _MARK, _TENSOR = "replica|", "@tensor"
 _LOAD = (
-    "read what there is first: state = {'overlap': registration.state_dict(reader.read_metadata())}, where reader is "
-    "the dcp.FileSystemReader; then dcp.load(state, storage_reader=reader) and registration.load_state_dict("
-    "state['overlap'])"
+    "with a dcp.FileSystemReader, state = {'overlap': registration.state_dict(reader.read_metadata())}; then "
+    "dcp.load(state, storage_reader=reader); registration.load_state_dict(state['overlap'])"
 )
 
 
 class _Unit:
     """One of FSDP's units, an ``FSDPParamGroup``: which parameters are in its flat gradient, and where."""
 
-    def __init__(self, fsdp: Any, names: Mapping[Tensor, str]) -> None:
-        self.fsdp = fsdp
-        self.names = {one: names[one.sharded_param] for one in fsdp.fsdp_params}
-        self.shards = {one: one._sharded_local_tensor.detach() for one in fsdp.fsdp_params}
+    def __init__(self, held: Any, names: Mapping[Any, str]) -> None:
+        self.fsdp = held
+        self.names = {one: names[one.sharded_param] for one in held.fsdp_params}
+        self.shards = {one: one._sharded_local_tensor.detach() for one in held.fsdp_params}
         self.partial: Tensor | None = None
         """On a 1-D mesh: what backward passes without an all-reduce have left."""
         self._trained: list[Any] = []
@@ -95,7 +85,7 @@ class _Unit:
 
     def members(self, numel: int) -> dict[str, Any]:
         """The parameters of a flat gradient of ``numel`` elements, for a bucket."""
-        if self._trained != (now := trained(self.fsdp)):
+        if self._trained != (now := fsdp.trained(self.fsdp)):
             offset, views = 0, []
             for one in now:  # Rows that pad a shard to the size of the others lie between them, and are zero.
                 views.append((one.sharded_size, one.contiguous_sharded_stride, offset))
@@ -123,6 +113,7 @@ class ReplicaRuntime(Runtime):
         self.units, self.peers = units, peers
         self._has_sums = all(type(one) is AllReduce for one in walk(stage) if not one.children)
         self._is_awaited = False
+        self._done: Any = None
 
     def _new_executor(self, stage: Stage, context: StageContext) -> Executor:
         if has_streams(context.device):
@@ -132,20 +123,20 @@ class ReplicaRuntime(Runtime):
     def install(self) -> None:
         """Have FSDP call the reducer."""
         for unit in self.units:
-            if replicas_of(unit.fsdp) is None:
+            if fsdp.replicas_of(unit.fsdp) is None:
                 unit.fsdp._all_reduce_hook = partial(self._on_shard, unit)
             else:  # Units have the object in common.
                 unit.fsdp.mesh_info = copy.copy(unit.fsdp.mesh_info)
-                stand_in = ReplicaGroup(self.context.group, partial(self._reduce, unit))
+                stand_in = fsdp.ReplicaGroup(self.context.group, partial(self._reduce, unit))
                 unit.fsdp.mesh_info.replicate_process_group = stand_in
 
     def close(self) -> None:
         units, self.units = self.units, []
         for unit in units:
-            if isinstance(replicas_of(unit.fsdp), ReplicaGroup):
-                unit.fsdp.mesh_info.replicate_process_group = self.context.group
-            elif replicas_of(unit.fsdp) is None:
+            if fsdp.replicas_of(unit.fsdp) is None:
                 unit.fsdp._all_reduce_hook = None
+            else:
+                unit.fsdp.mesh_info.replicate_process_group = self.context.group
         super().close()
 
     # A backward.
@@ -181,6 +172,8 @@ class ReplicaRuntime(Runtime):
         current = self._pass
         if current.error is None:  # Else FSDP's own collectives go on, so that no rank waits for another.
             current.executor.submit(partial(self._run, current, unit, flat, is_sum))
+        if has_streams(flat.device):
+            self._done = recorded_event(flat.device)
 
     def _run(self, current: BackwardPass, unit: _Unit, flat: Tensor, is_sum: bool) -> None:
         """Run the stages. FSDP asks for the sum where it divides by itself, and else for the mean, which is the
@@ -188,7 +181,7 @@ class ReplicaRuntime(Runtime):
         divisor = replicas = self.context.group.size()
         if self._has_sums and (is_sum or not (has_streams(flat.device) or flat.dtype == torch.float16)):
             divisor = 1
-        at: dict[str, Any] = {"index": self._arrived, "is_last": False, "step": current.step}
+        at: Any = {"index": self._arrived, "is_last": False, "step": current.step}
         try:
             members = unit.members(flat.numel())
         except ConfigurationError as error:
@@ -207,10 +200,15 @@ class ReplicaRuntime(Runtime):
         self._is_awaited = False
         if (finished := self._pass) is None:
             return
+        if self._done is not None:  # FSDP's own wait comes with the last backward of a step alone.
+            current_stream(self.context.device).wait_event(self._done)
         if is_dropped:
             self._finish_without_raise(finished)
         else:
-            self._decide(finished)
+            try:
+                self._decide(finished)
+            except CollectiveError as lost:
+                finished.fail(lost)
             self._finish(finished)
 
     def _decide(self, finished: BackwardPass) -> None:
@@ -223,12 +221,8 @@ class ReplicaRuntime(Runtime):
         if (error := finished.error) is not None:
             is_own = not isinstance(error, CollectiveError)
             verdict.fill_(2 + dist.get_rank() + is_own * dist.get_world_size())
-        try:
-            for group in self.peers:
-                group_all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
-        except CollectiveError as lost:
-            finished.fail(lost)
-            return
+        for group in self.peers:
+            group_all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
         if has_streams(verdict.device):  # Where the host cannot ask.
             self._are_finite.append(verdict == 0)
         elif (found := int(verdict)) >= 2:
@@ -252,18 +246,20 @@ def register_replicas(
     model: nn.Module, stage: Stage | Callable[..., Any], state: Any, group: dist.ProcessGroup | None
 ) -> ReplicaRegistration:
     """See :func:`overlap.register`."""
-    dispatcher, groups = found_dispatcher(model), param_groups(model)
-    replicas = group_of_replicas(groups, group)
-    parameters: dict[Tensor, str] = {
-        one: plain_name(name).replace(_CHECKPOINTED, "") for name, one in model.named_parameters()
-    }
-    units = [_Unit(one, parameters) for one in groups]
-    peers, runtime = _peers(units, replicas), None
+    dispatcher, groups = found_dispatcher(model), fsdp.param_groups(model)
+    replicas = fsdp.group_of_replicas(groups, group)
+    named = [(one, plain_name(name)) for name, one in model.named_parameters()]
+    names = {one: name.replace("_checkpoint_wrapped_module.", "") for one, name in named}
+    units = [_Unit(one, names) for one in groups]
+    peers, runtime = fsdp.groups_of_replica(groups, replicas), None
     with ExitStack() as stack:
         agreement, *others = [stack.enter_context(Agreement(one, "register a chain")) for one in (replicas, *peers)]
         try:
             made = as_stage(stage, state)
-            _check(made)
+            for one in walk(made):
+                is_alone = one.sequence == (one,)
+                if is_alone and (one.role is not Role.REDUCER or isinstance(one, HookStage | OnGroup | PostLocal)):
+                    raise ConfigurationError(f"{one!r} cannot be registered under FSDP: {_INSTEAD[one.role]}")
             context = StageContext(
                 group=replicas,
                 device=groups[0].device,
@@ -280,8 +276,8 @@ def register_replicas(
                 other.agree()
             runtime.open()
         except BaseException as error:
-            for one in (agreement, *others):  # Ranks of one group wait for this one, which another group has stopped.
-                one.report(error)
+            for each in (agreement, *others):  # Ranks of one group wait for this one, which another has stopped.
+                each.report(error)
             with suppress(Exception):  # The other error is the cause.
                 if runtime is not None:
                     runtime.close()
@@ -291,23 +287,6 @@ def register_replicas(
     runtime.install()
     registration = dispatcher.registration = ReplicaRegistration(runtime, dispatcher, model)
     return registration
-
-
-def _check(stage: Stage) -> None:
-    """Raises: ConfigurationError: ``stage`` is more than reducers."""
-    for one in walk(stage):
-        if one.sequence == (one,) and (one.role is not Role.REDUCER or isinstance(one, HookStage | PostLocal)):
-            raise ConfigurationError(
-                f"{one!r} cannot be registered with a model that FSDP shards: {_INSTEAD[one.role]}"
-            )
-
-
-def _peers(units: list[_Unit], replicas: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """The groups that this rank has in the dimensions along which its replica lies."""
-    parameters = (one.sharded_param for unit in units for one in unit.names)
-    meshes = [one.device_mesh for one in parameters if isinstance(one, DTensor)]
-    largest = max(meshes, key=lambda mesh: mesh.ndim, default=None)
-    return [] if largest is None else [largest.get_group(dim) for dim in dims_of_replica(largest, replicas)]
 
 
 def _check_copied(runtime: ReplicaRuntime, units: list[_Unit]) -> None:
@@ -386,14 +365,14 @@ class ReplicaRegistration(Registration):
 
     def _whole(self, name: str, local: Tensor) -> Tensor:
         """``local`` as this rank's shard of a tensor of the whole parameter's shape."""
-        parameter = self._fsdp[name].sharded_param
-        if not isinstance(parameter, DTensor) or not (dims := dims_of_replica(parameter.device_mesh, self._group)):
+        parameter: Any = self._fsdp[name].sharded_param
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None or not (dims := fsdp.dims_of_replica(mesh, self._group)):
             return local
-        mesh = parameter.device_mesh
         if len(dims) < mesh.ndim:  # FSDP itself wants names.
             mesh = mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in dims)]
         at: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(local, mesh, [parameter.placements[dim] for dim in dims], run_check=False, **at)
+        return fsdp.DTensor.from_local(local, mesh, [parameter.placements[dim] for dim in dims], run_check=False, **at)
 
     def _empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank loads of the keys that a checkpoint has."""
@@ -449,7 +428,7 @@ class ReplicaRegistration(Registration):
         tensor, is_own = found.get(f"{replica}|{value[_TENSOR]}"), replica % self._group.size() == self._group.rank()
         if tensor is None and is_own and _is_shard(value[_TENSOR].split("|")):
             raise ConfigurationError(f"the state lacks {value[_TENSOR]}: {_LOAD}")
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local() if isinstance(tensor, fsdp.DTensor) else tensor
 
 
 def _is_shard(path: Sequence[str]) -> bool:

@@ -67,6 +67,15 @@ MUTANTS: dict[str, Mutant] = {
         "if_abandoned(lambda: None)",
         "optim/test_step_abandoned.py",
     ),
+    "shards decide by themselves whether a step is made": Mutant(
+        "hooks/meshes.py",
+        "group_all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)",
+        "pass",
+        "meshes/test_meshes_reducers.py -k discarded_by_all_shards",
+    ),
+    "partial sums of a 1-D mesh are lost": Mutant(
+        "hooks/meshes.py", "flat.add_(unit.partial)", "pass", "meshes/test_meshes_parity.py -k group"
+    ),
     # Reducers and transforms.
     "a cast is not cast back": Mutant(
         "hooks/reducers.py",
