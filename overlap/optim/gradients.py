@@ -27,7 +27,7 @@ from torch import Tensor
 from overlap._torch.autograd import versions
 from overlap._torch.read_only import AppliedGradient, Terms
 
-__all__ = ["PassGradients", "UsedValues", "and_others"]
+__all__ = ["PassGradients", "StepInputs", "and_others"]
 
 _NOT_KEPT: tuple[Any, Any] = (None, None)
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
@@ -88,7 +88,7 @@ class PassGradients:
 
     # Between backward and step().
 
-    def hand_over(self) -> None:
+    def wrap_grads(self) -> None:
         """Give the loop the gradients that were applied, to be read; or where this rank has only a part of each,
         stand-ins for all that were reduced, which cannot be read. Nor can a released gradient.
 
@@ -99,13 +99,13 @@ class PassGradients:
         parts, kept, spare = self.has_parts, self._kept, self._spare
         for key, parameter in (self.reduced if parts else self.applied).items():
             gradient = parameter.grad
+            wrapper, _ = kept.get(key, _NOT_KEPT)
             if key in self.released:
                 gradient = None
-            elif gradient is None or gradient.is_sparse:
+            elif gradient is None or ((wrapper is None or wrapper.plain is not gradient) and gradient.is_sparse):
                 continue
             elif type(gradient) is AppliedGradient:  # Of the pass before, if no forward was seen that would clear it.
                 gradient = gradient.plain
-            wrapper, _ = kept.get(key, _NOT_KEPT)
             if wrapper is None or wrapper.plain is not gradient:
                 kept.pop(key, None)
                 wrapper, like = spare.pop(key, None), parameter if gradient is None else gradient
@@ -118,9 +118,9 @@ class PassGradients:
             parameter.grad = wrapper
             self._handed.append((parameter, wrapper))
 
-    def _take(self, *, keeps_empty: bool = False, is_left: bool = False) -> list[Tensor]:
-        """Put the tensors inside, or what ``is_left`` by ``step()``, back into ``.grad`` where the gradients that were
-        handed over are still there; with ``keeps_empty`` not where there is none inside. Returns the parameters."""
+    def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
+        """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
+        ``keeps_empty`` not where there is none inside. Returns the parameters."""
         taken, kept = [], []
         for parameter, wrapper in self._handed:
             if parameter.grad is not wrapper:
@@ -128,12 +128,11 @@ class PassGradients:
             if wrapper.plain is None and keeps_empty:
                 kept.append((parameter, wrapper))
                 continue
-            _, own = self._kept.get(id(parameter), _NOT_KEPT)
-            parameter.grad = own if is_left and own is not None else wrapper.plain
+            parameter.grad = wrapper.plain
             taken.append(parameter)
             # One that the loop has kept goes on showing its own gradient. To make another takes longer, and nothing but
             # the count tells whether it was kept: CPython's, of a variable as in `_references_of_a_handed_one`.
-            if own is None and sys.getrefcount(wrapper) == _REFERENCES:
+            if id(parameter) not in self._kept and sys.getrefcount(wrapper) == _REFERENCES:
                 wrapper.plain = None
                 self._spare[id(parameter)] = wrapper
         self._handed = kept
@@ -148,7 +147,7 @@ class PassGradients:
             yield
         finally:
             if self.has_parts:
-                self.hand_over()
+                self.wrap_grads()
 
     def take_replaced(self) -> list[Tensor]:
         """Parameters in whose ``.grad`` the loop has put something else than was handed over, each once; that counts as
@@ -177,19 +176,29 @@ class PassGradients:
 
     # From step() to the next forward.
 
-    def take_back(self) -> None:
+    def unwrap_grads(self) -> None:
         """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none;
         and note those that were applied as they are now, for the next forward to clear.
 
         Views of a bucket of DDP's share one version counter, so that an edit of one would count for all. So until then
         other views take their place, each with a counter of its own.
         """
-        if not self.has_parts:
-            self._take(keeps_empty=True, is_left=True)
         self._left = left = []
-        for key, parameter in self.applied.items():
+        handed, self._handed, done = self._handed, [], set[int]()
+        for pair in handed:
+            parameter, wrapper = pair
+            _, own = self._kept.get(id(parameter), _NOT_KEPT)
+            if own is None or self.has_parts or parameter.grad is not wrapper:
+                self._handed.append(pair)
+                continue
+            parameter.grad = own
+            left.append((parameter, weakref.ref(own), own._version, wrapper.plain))
+            done.add(id(parameter))
+        if not self.has_parts:
+            self._take(keeps_empty=True)
+        for key, parameter in self.applied.items() if len(done) < len(self.applied) else ():
             gradient, view = parameter.grad, None
-            if gradient is None or type(gradient) is AppliedGradient:
+            if key in done or gradient is None or type(gradient) is AppliedGradient:
                 continue
             wrapper, own = self._kept.get(key, _NOT_KEPT)
             if gradient is own:
@@ -200,7 +209,7 @@ class PassGradients:
             left.append((parameter, weakref.ref(gradient), gradient._version, view))
 
     def as_left(self) -> list[Tensor]:
-        """Parameters whose gradients are still what :meth:`take_back` noted."""
+        """Parameters whose gradients are still what :meth:`unwrap_grads` noted."""
         found: list[Tensor] = []
         for parameter, noted, version, _ in self._left:
             gradient = parameter.grad
@@ -283,7 +292,7 @@ def _references_of_a_handed_one() -> int:
 _REFERENCES = _references_of_a_handed_one()
 
 
-class UsedValues:
+class StepInputs:
     """The hyperparameters that an update in backward used, and the parameters that it wrote, to compare in ``step()``.
 
     In plain DDP the update comes with ``step()``, so it sees a learning rate, a group or a parameter that the loop

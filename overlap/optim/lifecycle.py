@@ -28,8 +28,8 @@ from overlap._torch.optimizer import is_around
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import TrainingLoopError, hide_internal_frames
 from overlap.hooks.stage import StageContext
-from overlap.optim.gradients import PassGradients, UsedValues, and_others
-from overlap.optim.stepper import Verdict
+from overlap.optim.gradients import PassGradients, StepInputs, and_others
+from overlap.optim.stepper import FoundInf
 
 __all__ = [
     "SCALED_IN_BACKWARD",
@@ -43,7 +43,7 @@ __all__ = [
     "refusals_told",
 ]
 
-_NO_VERDICT = Verdict()
+_NO_VERDICT = FoundInf()
 
 
 class Phase(enum.Enum):
@@ -323,7 +323,7 @@ class UpdateLifecycle(Terms):
         self.others: Sequence[UpdateLifecycle] = ()
         """Of the other updates of the chain."""
         self._optimizer = optimizer
-        self._used: UsedValues | None = None
+        self._used: StepInputs | None = None
         # The autograd pass at whose end all buckets were through; and where another one goes on then, what undoes that
         # this is watched.
         self._ended = -1
@@ -412,9 +412,9 @@ class UpdateLifecycle(Terms):
                 before_accumulation(p, partial(self._refuse_trailing, p)) for p in self.gradients.reduced.values()
             ]
         if self.gradients.has_parts or self.phase is not Phase.REDUCED:
-            self.gradients.hand_over()
+            self.gradients.wrap_grads()
         if self.phase is Phase.APPLIED and self._optimizer is not None:
-            self._used = UsedValues(self._optimizer.param_groups, list(self.gradients.applied.values()))
+            self._used = StepInputs(self._optimizer.param_groups, list(self.gradients.applied.values()))
 
     def _refuse_trailing(self, parameter: Tensor, gradients: Any) -> None:
         if self._is_trailing:
@@ -431,7 +431,7 @@ class UpdateLifecycle(Terms):
             undo()
         self._watched = []
 
-    def on_step(self, updated: Iterable[Tensor] = (), *, verdict: Verdict = _NO_VERDICT) -> None:
+    def on_step(self, updated: Iterable[Tensor] = (), *, verdict: FoundInf = _NO_VERDICT) -> None:
         """``step()`` has made its update, of ``updated`` among others, unless by ``verdict``; :meth:`check_step` came
         first."""
         if self.phase is Phase.REDUCED:
@@ -439,7 +439,7 @@ class UpdateLifecycle(Terms):
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
             reduced = self.gradients.reduced
             self.gradients.note_applied([p for p in updated if id(p) in reduced] if updated else ())
-            self.gradients.take_back()
+            self.gradients.unwrap_grads()
         self._used = None
         self.verdict = _NO_VERDICT
         self.phase = self.check(Event.STEP)

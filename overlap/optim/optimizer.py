@@ -25,7 +25,7 @@ from overlap.join import Join, Joinable, JoinHook
 from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
 from overlap.optim.lifecycle import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase, refusals_told
-from overlap.optim.stepper import StepGuard, SubsetStepper, Verdict, check_optimizer, grads_replaced, step_whole
+from overlap.optim.stepper import FoundInf, StepGuard, SubsetStepper, check_optimizer, grads_replaced, step_whole
 from overlap.optim.update import Update, UpdatedOptimizer, check_unscaled
 
 __all__ = ["LoopOptimizer", "OptimizerProxy", "OverlappedOptimizer", "evaluated"]
@@ -51,7 +51,7 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
         """Called first by ``step(**arguments)``; may refuse it."""
 
     @abstractmethod
-    def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
+    def _update(self, pending: list[Tensor], scaler: FoundInf, verdict: FoundInf, arguments: dict[str, Any]) -> None:
         """Make one whole step of the parameters whose gradients are ``pending``, if there is one to make, unless the
         ``scaler`` has found one that is not finite; ``verdict`` is the stages'."""
 
@@ -73,7 +73,7 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
         """
         refuse_capture(f"{type(self).__name__}.step()", "call it outside of the capture")
         loss = None if closure is None else evaluated(closure)
-        updates, scaler = self.updates, Verdict.given_to(self)
+        updates, scaler = self.updates, FoundInf.given_to(self)
         refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in updates))
         Join.notify_join_context(self)
         lifecycles = [update.lifecycle for update in updates]
@@ -95,7 +95,7 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
             for update in updates:
                 update.lifecycle.check_once(is_all=is_over and (update.is_sharded or not pending))
             verdicts = [lifecycle.verdict for lifecycle in lifecycles]
-            verdict = verdicts[0] if len(verdicts) == 1 else Verdict.of_any(verdicts)
+            verdict = verdicts[0] if len(verdicts) == 1 else FoundInf.of_any(verdicts)
             is_made = verdict.found_inf is None or not verdict.skips(self.stepped)
             try:
                 if is_made and Phase.APPLIED in phases:
@@ -108,10 +108,10 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
                 raise
             mark_stepped(self)
             for lifecycle in lifecycles:
-                lifecycle.on_step(pending, verdict=Verdict.of_any([verdict, scaler]))
-            if is_made and all(lifecycle.names for lifecycle in lifecycles):
+                lifecycle.on_step(pending, verdict=FoundInf.of_any([verdict, scaler]))
+            if pending and is_made and updates and not updates[0].is_sharded:
                 known = {id(parameter) for lifecycle in lifecycles for parameter in lifecycle.names}
-                for parameter in pending if updates and not updates[0].is_sharded else ():
+                for parameter in pending if all(lifecycle.names for lifecycle in lifecycles) else ():
                     if id(parameter) not in known:
                         parameter.grad = None  # No forward of a model clears it.
         return loss
@@ -121,7 +121,7 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
         ids: set[int] = set()
         for update in self.updates:
             ids.update(update.lifecycle.gradients.applied)
-        return [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in ids]
+        return [p for group in self.param_groups for p in group["params"] if id(p) not in ids and p.grad is not None]
 
     # The rest of an optimizer.
 
@@ -275,7 +275,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
                 "averaged its gradients over ranks: first call chain(AllReduce(), Step(optimizer)).register(ddp)"
             )
 
-    def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
+    def _update(self, pending: list[Tensor], scaler: FoundInf, verdict: FoundInf, arguments: dict[str, Any]) -> None:
         if self.updates and not pending and all(one.lifecycle.phase is Phase.STEPPED for one in self.updates):
             return
         gradients = [parameter.grad for parameter in pending if parameter.grad is not None]
@@ -286,11 +286,11 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         else:
             with torch.no_grad():
                 scaler.unscale_(gradients)
-            verdict = Verdict.of_any([verdict, scaler])
+            verdict = FoundInf.of_any([verdict, scaler])
         self._apply(pending, gradients, verdict, arguments)
 
     def _apply(
-        self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: Verdict, arguments: dict[str, Any]
+        self, parameters: Sequence[Tensor], gradients: list[Tensor], verdict: FoundInf, arguments: dict[str, Any]
     ) -> None:
         """Make one whole step, which any optimizer can do; gradients that have been applied are hidden from it."""
         with verdict.passed_to(self.optimizer):

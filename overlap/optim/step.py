@@ -260,7 +260,7 @@ def _check_one_model(optimizer: Optimizer, context: StageContext) -> None:
         if other is None or other.lifecycle.context.ddp is context.ddp:
             continue
         shared = [parameter for parameter in other.lifecycle.names if parameter in names]
-        if shared and guard.is_alive():
+        if shared and not guard.detach_if_dead():
             raise RegistrationError(
                 f"{names[shared[0]]}{and_others(shared, 'other parameter')} is updated by {other!r} already, of "
                 "another DistributedDataParallel of the same module: first call .remove() on what register returned "

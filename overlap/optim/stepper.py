@@ -58,7 +58,7 @@ from overlap.optim.kernels import FusedKernels, Split
 __all__ = [
     "StepGuard",
     "SubsetStepper",
-    "Verdict",
+    "FoundInf",
     "check_optimizer",
     "grads_replaced",
     "skips_by_itself",
@@ -280,7 +280,7 @@ def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FoundInf:
     """Whether the gradients of a pass are finite: of a stage, or of ``GradScaler``; none at first. See [Note:
     gradients that are not finite]."""
 
@@ -290,12 +290,12 @@ class Verdict:
     """The factor of the loss; ``None`` without a scaler, and where ``unscale_`` has divided gradients already."""
 
     @classmethod
-    def given_to(cls, optimizer: Optimizer) -> Verdict:
+    def given_to(cls, optimizer: Optimizer) -> FoundInf:
         """The verdict of the ``GradScaler`` that calls ``optimizer.step()``."""
         return cls(optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale"))
 
     @classmethod
-    def of_any(cls, verdicts: Iterable[Verdict]) -> Verdict:
+    def of_any(cls, verdicts: Iterable[FoundInf]) -> FoundInf:
         """Not finite where any of ``verdicts`` is not; without a scale."""
         found = [each.found_inf.reshape(()) for each in verdicts if each.found_inf is not None]
         return cls(torch.stack(found).amax() if len(found) > 1 else found[0] if found else None)
@@ -355,20 +355,20 @@ class StepGuard:
         context = None if stage is None else stage.lifecycle.context
         return None if context is None or (context.ddp is not None and context.ddp() is None) else stage
 
-    def is_alive(self) -> bool:
-        """Whether the stage still updates a model; lets go of the optimizer if not."""
+    def detach_if_dead(self) -> bool:
+        """Whether the stage updates no model any more; it then lets go of the optimizer."""
         if self.stage is not None:
             gc.collect()  # A model that was dropped is often part of a cycle.
         if self.stage is not None:
-            return True
+            return False
         if (stage := self._stage()) is not None and stage.lifecycle.context is not None:
             stage.detach()
-        return False
+        return True
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         through = None if self._through is None else self._through()
         is_own = through is not None and (is_around(optimizer, through) or getattr(through, "is_stepping", False))
-        if is_own or not self.is_alive():
+        if is_own or self.detach_if_dead():
             return
         name = type(optimizer).__name__
         if self._through is not None:

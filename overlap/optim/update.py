@@ -40,7 +40,7 @@ from overlap.hooks.transforms.transform import Transform
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
 from overlap.optim.release import GradientRelease, check_releasable
-from overlap.optim.stepper import Verdict, skips_by_itself
+from overlap.optim.stepper import FoundInf, skips_by_itself
 
 __all__ = ["BucketLayout", "Update", "check_unscaled", "without_adding_up"]
 
@@ -394,7 +394,7 @@ class Update(UpdateStage, Generic[L]):
         self.may_skip = True
 
     def skip_if(self, found_inf: Tensor) -> None:
-        self.lifecycle.verdict = Verdict(found_inf)
+        self.lifecycle.verdict = FoundInf(found_inf)
 
     # Registration.
 

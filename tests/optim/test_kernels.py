@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from harness import assert_parity, on_ranks, wrap
 from harness.models import MLP
-from overlap.optim.stepper import SubsetStepper, Verdict
+from overlap.optim.stepper import FoundInf, SubsetStepper
 
 
 class _Derived(AdamW):
@@ -156,9 +156,9 @@ def _compare(
         found_inf = {6: torch.tensor(1.0), 7: torch.tensor(0.0)}.get(step) if optimizer.defaults["fused"] else None
         if found_inf is not None and any(group.get("momentum") for group in plain.param_groups):
             found_inf.zero_()  # SGD's kernel with momentum cannot skip.
-        verdict = Verdict(found_inf, None if found_inf is None else torch.tensor(4.0))
+        verdict = FoundInf(found_inf, None if found_inf is None else torch.tensor(4.0))
         if found_inf is not None and not all(group["fused"] for group in plain.param_groups):
-            verdict = Verdict()
+            verdict = FoundInf()
         with verdict.passed_to(plain):
             _step_plain(plain, parameters, {place: gradient.clone() for place, gradient in gradients.items()})
         with verdict.passed_to(optimizer):

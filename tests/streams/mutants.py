@@ -144,7 +144,7 @@ MUTANTS: dict[str, Mutant] = {
         "factors, interleaved",
     ),
     "the host looks whether a step is left out": _waiting(
-        f"{_OPTIM}.stepper:Verdict.skips", "has_streams(self.found_inf.device)", "False", "log, skip"
+        f"{_OPTIM}.stepper:FoundInf.skips", "has_streams(self.found_inf.device)", "False", "log, skip"
     ),
     "the host looks whether shards are finite": _waiting(
         f"{_OPTIM}.zero.step:ZeroStep._mark_verdict",

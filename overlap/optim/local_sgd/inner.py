@@ -14,7 +14,7 @@ from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped, without_init
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.optimizer import OptimizerProxy, evaluated
-from overlap.optim.stepper import Verdict, check_optimizer
+from overlap.optim.stepper import FoundInf, check_optimizer
 
 
 class SeveralOptimizers(Optimizer):
@@ -127,7 +127,7 @@ class AveragingOptimizer(OptimizerProxy):
 
     def step_wrapped(self) -> None:
         """One step of the wrapped optimizer, which ``GradScaler`` may unscale or skip."""
-        verdict = Verdict.given_to(self)
+        verdict = FoundInf.given_to(self)
         if verdict.is_supported_by(self.optimizer):
             with verdict.passed_to(self.optimizer):
                 self._step()

@@ -29,7 +29,7 @@ from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecy
 from overlap.optim.local_sgd.averager import Averager, MakeOptimizer
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.optimizer import OverlappedOptimizer
-from overlap.optim.stepper import StepGuard, Verdict
+from overlap.optim.stepper import FoundInf, StepGuard
 from overlap.optim.update import without_adding_up
 
 _KEY = "local_sgd"
@@ -147,7 +147,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         Join.notify_join_context(self)
         lifecycle = self._stage.lifecycle
         with refusals_told([lifecycle]):
-            is_scaled = Verdict.given_to(self).found_inf is not None
+            is_scaled = FoundInf.given_to(self).found_inf is not None
             if is_scaled and self.is_joining and not self.averager.is_local:
                 raise TrainingLoopError(SCALED_UNDER_JOIN)
             lifecycle.check_step()
@@ -156,7 +156,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
             except BaseException:
                 lifecycle.on_update_failure()
                 raise
-            lifecycle.on_step(verdict=Verdict.given_to(self))
+            lifecycle.on_step(verdict=FoundInf.given_to(self))
         self._end_step(is_own=True)
 
     def _end_step(self, *, is_own: bool) -> None:

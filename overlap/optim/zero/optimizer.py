@@ -48,7 +48,7 @@ from overlap.optim.declared import check_one_eps, check_unit
 from overlap.optim.gradients import and_others
 from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
-from overlap.optim.stepper import SubsetStepper, Verdict, check_optimizer
+from overlap.optim.stepper import FoundInf, SubsetStepper, check_optimizer
 from overlap.optim.update import L, Update
 from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
@@ -405,7 +405,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 shard.refresh()
 
     def update(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], verdict: Verdict, **arguments: Any
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], verdict: FoundInf, **arguments: Any
     ) -> None:
         """Step this rank's part of each parameter with its flat gradient, and write the parameters; where ``verdict``
         is left to the device, it changes nothing there. Called under ``no_grad``.
@@ -478,7 +478,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 "call chain(ZeroStep(zero)).register(ddp), or leave out overlap_with_ddp"
             )
 
-    def _update(self, pending: list[Tensor], scaler: Verdict, verdict: Verdict, arguments: dict[str, Any]) -> None:
+    def _update(self, pending: list[Tensor], scaler: FoundInf, verdict: FoundInf, arguments: dict[str, Any]) -> None:
         stage = self._stage
         if stage is not None and stage.lifecycle.phase is not Phase.REDUCED:
             return
@@ -500,7 +500,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 gradients = [self.shards[id(parameter)].gradient() for parameter in pending]
             with torch.no_grad():
                 scaler.unscale_(gradients)
-                self.update(pending, gradients, Verdict.of_any([verdict, scaler]), **arguments)
+                self.update(pending, gradients, FoundInf.of_any([verdict, scaler]), **arguments)
             self.finish(**arguments)
         if stage is None:
             self._gather(pending)
@@ -816,11 +816,11 @@ class _ZeroJoinHook(JoinHook):
         zero, stage = self._zero, self._zero._stage
         zero.has_joined = True
         if stage is None:
-            zero._update(zero._pending(), Verdict(), Verdict(), {})
+            zero._update(zero._pending(), FoundInf(), FoundInf(), {})
         elif stage.lifecycle.phase is Phase.REDUCED and stage.lifecycle.is_replay:
             try:
                 if not stage.lifecycle.verdict.skips(zero.optim):
-                    zero._update([], Verdict(), stage.lifecycle.verdict, {})
+                    zero._update([], FoundInf(), stage.lifecycle.verdict, {})
             except BaseException:
                 stage.lifecycle.on_update_failure()
                 raise
