@@ -156,7 +156,8 @@ class Stage(ABC):
         are others, or a stage has called ``context.replan()``. The bucket's ``step`` is that of the pass in which the
         plan is made.
 
-        Called on the training thread; it may compute nothing. A plan runs in passes of a registered chain after the
+        Called on the training thread, while the stages' own thread, where there is one, runs earlier buckets: it
+        computes nothing, and changes nothing that they use. A plan runs in passes of a registered chain after the
         first; ``__call__`` in the others, so both must issue the same collectives: see docs/transforms.md. A subclass
         that overrides ``__call__`` alone runs as a coroutine.
         """
