@@ -35,6 +35,7 @@ MOST_ON_STREAMS = {
     "Cast(bfloat16)": (18, 20, 2),
     "AllReduce, Step": (21, 92, 2),
     "AllReduce, Step, deferred": (16, 74, 2),
+    "ZeroStep, 8 ranks": (73, 199, 2),
 }
 
 

@@ -42,7 +42,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a plan that is not invalidated": Mutant(
         "hooks/engine/runtime.py",
-        "divisor == bucket.divisor",
+        "divisor == self.bucket.divisor",
         "divisor != 0",
         "hooks/engine/test_plans.py -k divisor",
     ),
@@ -156,7 +156,10 @@ MUTANTS: dict[str, Mutant] = {
         _CODECS,
     ),
     "values are scaled to half of the range": Mutant(
-        "hooks/wires/formats.py", "self.pack(values / step", "self.pack(values / (2 * step)", _CODECS
+        "hooks/wires/formats.py",
+        "self.pack(scaled := values / step",
+        "self.pack(scaled := values / (2 * step)",
+        _CODECS,
     ),
     "values are rounded down": Mutant(
         "hooks/wires/formats.py", "return values.round_()", "return values.floor_()", _CODECS
