@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import overlap
-from overlap._torch.private import LATE_USES, USES, check_private_parts
+from overlap._torch.private import FSDP_USES, LATE_USES, USES, Use, check_private_parts
 
 FOLDER = Path(overlap.__file__).parent
 # Python's, Lightning's, parts of names, and an owner.
@@ -21,6 +21,7 @@ ASKED_FOR = {
     "_delay_all_reduce_params",
     "_devices",
     "_in_backward_optimizers",
+    "_reduce_scatter_base",
     "_need_device_dtype_check_for_fused",
     "_schema",
     "_st_info",
@@ -28,7 +29,7 @@ ASKED_FOR = {
     "_torchdynamo_orig_callable",
     "_use_python_reducer",
 }
-LISTED = {name for use in (*USES, *LATE_USES) for name in use.names.split()}
+LISTED = {name for use in (*USES, *FSDP_USES, *LATE_USES) for name in use.names.split()}
 
 
 def _asked() -> tuple[set[str], set[str]]:
@@ -64,7 +65,7 @@ def test_the_table_has_what_the_package_uses_and_nothing_else() -> None:
 
 
 def test_this_pytorch_has_all_of_it_and_one_that_lacks_some_is_refused_with_its_names(monkeypatch) -> None:
-    check_private_parts((*USES, *LATE_USES))
+    check_private_parts((*USES, *FSDP_USES, *LATE_USES))
     pinned = re.search(r"^torch==(.*)$", (FOLDER.parent / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     monkeypatch.delattr(torch.nn.parallel.DistributedDataParallel, "_sync_final_model")
@@ -72,3 +73,13 @@ def test_this_pytorch_has_all_of_it_and_one_that_lacks_some_is_refused_with_its_
     lacks = r"lacks what overlap uses of it: torch\._chunk_cat \(packing .*\), torch.*_sync_final_model \(the last"
     with pytest.raises(ImportError, match=rf"{lacks}.*pip install torch=={re.escape(pinned[1])}$"):
         check_private_parts()
+
+
+def test_a_name_that_is_gone_from_the_code_of_a_class_or_a_function_is_named() -> None:
+    owner = "torch.distributed.fsdp._fully_shard"
+    gone = (
+        Use(f"{owner}._fsdp_param.FSDPParam", "sharded_size _gone", "shards", ""),
+        Use(f"{owner}._fsdp_collectives.foreach_reduce", "all_reduce_hook _moved", "what it calls", ""),
+    )
+    with pytest.raises(ImportError, match=r"FSDPParam\._gone \(shards\), torch\S*foreach_reduce\._moved \(what"):
+        check_private_parts(gone)

@@ -6,80 +6,17 @@ There is no public way to the gradient of a unit in place of its all-reduce betw
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
-    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-except ImportError as error:
-    raise UnsupportedError(f"torch {torch.__version__}: chains on FSDP2 are not possible, {error}") from error
-
-__all__ = [
-    "DTensor",
-    "ReplicaGroup",
-    "dims_of_replica",
-    "group_of_replicas",
-    "groups_of_replica",
-    "missing_parts",
-    "param_groups",
-    "replicas_of",
-    "trained",
-]
-
-PARTS: dict[Any, tuple[str, ...]] = {
-    FSDPModule: ("_get_fsdp_state", "set_reduce_scatter_unused_params"),
-    FSDPState: ("_fsdp_param_groups",),
-    FSDPParamGroup: (
-        *("fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads", "gradient_divide_factor"),
-        *("_all_reduce_hook", "_all_reduce_process_group"),
-    ),
-    FSDPParam: (
-        *("sharded_param", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size"),
-        "_sharded_local_tensor",
-    ),
-    DDPMeshInfo: ("replicate_process_group",),
-    FSDPMeshInfo: ("shard_process_group",),
-    foreach_reduce: ("all_reduce_group", "all_reduce_hook", "all_reduce"),
-}
-"""What this module and ``hooks/meshes.py`` use, by owner: attributes, or names in a function."""
-
-
-def missing_parts(parts: Mapping[Any, tuple[str, ...]] = PARTS) -> list[str]:
-    """Those of ``parts`` that this PyTorch does not have."""
-    return [f"{owner.__name__}.{name}" for owner, names in parts.items() for name in names if name not in _known(owner)]
-
-
-def _known(owner: Any) -> set[str]:
-    """The names of a class's attributes, also of those that its methods set, or the names in a function."""
-    members = [owner] if inspect.isfunction(owner) else vars(owner).values()
-    codes = [
-        code
-        for one in members
-        if callable(one) and (code := getattr(inspect.unwrap(one), "__code__", None)) is not None
-    ]
-    named = (name for code in codes for name in (*code.co_names, *code.co_varnames))
-    return {*dir(owner), *getattr(owner, "__annotations__", ()), *named}
-
-
-if missing := missing_parts():
-    raise UnsupportedError(
-        f"torch {torch.__version__} has no {', '.join(missing)}, which chains on FSDP2 need: use torch 2.13, or "
-        "register the chain with DistributedDataParallel"
-    )
 
 
 class ReplicaGroup(dist.ProcessGroup):

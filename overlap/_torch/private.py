@@ -8,6 +8,7 @@ names it. Names that some supported versions lack are not in the table: whoever 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from inspect import unwrap
 from pkgutil import resolve_name
 from types import CodeType
 from typing import Any, NamedTuple
@@ -93,8 +94,38 @@ USES = (
     Use(_OF_DDP, "_has_rebuilt_buckets", "the forward that compares buckets", "count forwards"),
     Use(_OF_DDP, "_get_ddp_logging_data _comm_hooks", "the hook that is registered", "none: refuse a second one"),
 )
+_UNIT = "fsdp_params mesh_info device reduce_grads all_reduce_grads gradient_divide_factor"
+_SHARD = "sharded_param sharded_size contiguous_sharded_stride padded_sharded_param_size _sharded_local_tensor"
+_OF_FSDP = "torch.distributed.fsdp._fully_shard"
+_REDUCED = "follow foreach_reduce"
+# Looked for when a chain is registered with a model that FSDP shards: to import FSDP takes a second.
+FSDP_USES = (
+    Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "the units of a model", "follow FSDPModule.reshard"),
+    Use("torch.distributed.fsdp.FSDPModule", "set_reduce_scatter_unused_params", "a remedy", "PyTorch 2.13"),
+    Use(f"{_OF_FSDP}._fsdp_state.FSDPState", "_fsdp_param_groups", "the units of a model", "the same"),
+    Use(f"{_OF_FSDP}._fsdp_param_group.FSDPParamGroup", _UNIT, "a unit", _REDUCED),
+    Use(f"{_OF_FSDP}._fsdp_param_group.FSDPParamGroup", "_all_reduce_hook", "a 1-D mesh", "set_all_reduce_hook"),
+    Use(f"{_OF_FSDP}._fsdp_param_group.FSDPParamGroup", "_all_reduce_process_group", "HSDP's all-reduce", _REDUCED),
+    Use(f"{_OF_FSDP}._fsdp_param.FSDPParam", _SHARD, "shards and where their gradients lie", _REDUCED),
+    Use(f"{_OF_FSDP}._fsdp_common.DDPMeshInfo", "replicate_process_group", "HSDP's all-reduce", _REDUCED),
+    Use(f"{_OF_FSDP}._fsdp_common.FSDPMeshInfo", "shard_process_group", "the other shards of a replica", _REDUCED),
+    Use(
+        f"{_OF_FSDP}._fsdp_collectives.foreach_reduce",
+        "all_reduce_group all_reduce_hook all_reduce",
+        "which of them FSDP calls",
+        _REDUCED,
+    ),
+)
 # Of what takes seconds to import: a test alone looks for it.
-LATE_USES = (Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "compiled modules", "follow torch.compile"),)
+LATE_USES = (
+    Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "compiled modules", "follow torch.compile"),
+    Use(
+        "torch.distributed._composable.replicate._ReplicateState",
+        "_ddp _param_names has_initialized lazy_init",
+        "the DDP model behind replicate()",
+        "refuse it",
+    ),
+)
 
 
 def check_private_parts(uses: Iterable[Use] = USES) -> None:
@@ -122,11 +153,14 @@ def _missing(use: Use) -> Iterator[str]:
 
 
 def _named_in(owner: Any) -> Iterator[str]:
-    """The names and strings in the code of a class and of its bases."""
-    methods = (method for cls in getattr(owner, "__mro__", ()) for method in vars(cls).values())
-    codes = [code for method in methods if isinstance(code := getattr(method, "__code__", None), CodeType)]
+    """The names and strings in the code of a function, or of a class and of its bases, and the fields of a class."""
+    classes = getattr(owner, "__mro__", ())
+    members = [owner, *(method for cls in classes for method in vars(cls).values())]
+    codes = [code for one in members if isinstance(code := getattr(unwrap(one), "__code__", None), CodeType)]
+    for cls in classes:
+        yield from getattr(cls, "__annotations__", ())
     for code in codes:
-        yield from code.co_names
+        yield from (*code.co_names, *code.co_varnames)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 codes.append(constant)

@@ -11,6 +11,7 @@ from torch import nn
 
 from overlap._checks import check_ddp, check_group
 from overlap._torch.ddp import is_sharded, replicated_by, uncompiled
+from overlap._torch.private import FSDP_USES, check_private_parts
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, hide_internal_frames
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.bucket import Bucket
@@ -160,6 +161,7 @@ def register(
     try:
         module: Any = uncompiled(model)
         if is_sharded(module):
+            check_private_parts(FSDP_USES)
             from overlap.hooks.meshes import register_replicas  # It imports FSDP, which takes a second.
 
             return register_replicas(module, stage, state, check_group("group", group))

@@ -74,11 +74,3 @@ def _reductions(rank: int, ranks: int) -> list[int]:
 def test_passes_without_an_all_reduce_run_no_reducer() -> None:
     """Names are those without the wrapper of a checkpoint; 3 microbatches of 4 units."""
     assert run_ranks(_reductions, 4) == [[4, 12, 4, 12]] * 4
-
-
-def test_what_is_private_in_fsdp_is_there_and_an_error_names_what_is_not() -> None:
-    from overlap._torch import fsdp
-
-    assert fsdp.missing_parts() == []
-    gone = {fsdp.FSDPParam: ("sharded_size", "gone"), fsdp.foreach_reduce: ("all_reduce_hook", "moved")}
-    assert fsdp.missing_parts(gone) == ["FSDPParam.gone", "foreach_reduce.moved"]
