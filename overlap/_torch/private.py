@@ -105,7 +105,6 @@ FSDP_USES = (
     Use(f"{_OF_FSDP}._fsdp_state.FSDPState", "_fsdp_param_groups", "the units of a model", "the same"),
     Use(f"{_OF_FSDP}._fsdp_param_group.FSDPParamGroup", _UNIT, "a unit", _REDUCED),
     Use(f"{_OF_FSDP}._fsdp_param_group.FSDPParamGroup", "_all_reduce_hook", "a 1-D mesh", "set_all_reduce_hook"),
-    Use(f"{_OF_FSDP}._fsdp_param_group.FSDPParamGroup", "_all_reduce_process_group", "HSDP's all-reduce", _REDUCED),
     Use(f"{_OF_FSDP}._fsdp_param.FSDPParam", _SHARD, "shards and where their gradients lie", _REDUCED),
     Use(f"{_OF_FSDP}._fsdp_common.DDPMeshInfo", "replicate_process_group", "HSDP's all-reduce", _REDUCED),
     Use(f"{_OF_FSDP}._fsdp_common.FSDPMeshInfo", "shard_process_group", "the other shards of a replica", _REDUCED),

@@ -27,6 +27,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from overlap._checks import check_device
 from overlap._torch import fsdp
@@ -372,7 +373,7 @@ class ReplicaRegistration(Registration):
         if len(dims) < mesh.ndim:  # FSDP itself wants names.
             mesh = mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in dims)]
         at: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-        return fsdp.DTensor.from_local(local, mesh, [parameter.placements[dim] for dim in dims], run_check=False, **at)
+        return DTensor.from_local(local, mesh, [parameter.placements[dim] for dim in dims], run_check=False, **at)
 
     def _empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank loads of the keys that a checkpoint has."""
@@ -428,7 +429,7 @@ class ReplicaRegistration(Registration):
         tensor, is_own = found.get(f"{replica}|{value[_TENSOR]}"), replica % self._group.size() == self._group.rank()
         if tensor is None and is_own and _is_shard(value[_TENSOR].split("|")):
             raise ConfigurationError(f"the state lacks {value[_TENSOR]}: {_LOAD}")
-        return tensor.to_local() if isinstance(tensor, fsdp.DTensor) else tensor
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_shard(path: Sequence[str]) -> bool:
