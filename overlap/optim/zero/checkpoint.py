@@ -34,11 +34,11 @@ from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, optio
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
 from overlap.ranks.board import Agreement, of_all_ranks, on_rank
 
-__all__ = ["Pieces", "ShardedState", "merged", "packed"]
+__all__ = ["MANIFEST", "Pieces", "ShardedState", "entries_of", "merged", "needed", "packed", "place_of"]
 
 Pieces = Mapping[str, Any]
 
-_MANIFEST = "manifest"
+MANIFEST = "manifest"
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
 # In a file, at the end of a name: the value is not a tensor, and is saved in the form of one.
@@ -72,9 +72,9 @@ class ShardedState:
         own = self.optimizer.state_dict()
         chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
         found: dict[str, Any] = {
-            _MANIFEST: {
+            MANIFEST: {
                 "state": as_plain({key: value for key, value in own["state"].items() if key not in range(len(chunks))}),
-                "entries": as_plain(_entries(own)),
+                "entries": as_plain(entries_of(own)),
                 "options": [as_plain(options_of(group)) for group in self.param_groups],
                 "dtypes": [shard.dtype for shard in self.shards],
                 "strides": [list(shard.strides) for shard in self.shards],
@@ -90,7 +90,7 @@ class ShardedState:
             check_divisible(self.optimizer, shard, state, shard.own.shape)
             if shard.has_master:
                 state = {**state, _MASTER: shard.own}
-            found |= _named(index, state, shard.own.shape, _needed(shard), shard.strides)
+            found |= _named(index, state, shard.own.shape, needed(shard), shard.strides)
         return found
 
     def without_values(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class ShardedState:
         ``torch.distributed.checkpoint.load`` loads what it finds in a ``state_dict()``, which is nothing; with this
         entry, which no checkpoint has, it fails.
         """
-        manifest = self.pieces()[_MANIFEST]
+        manifest = self.pieces()[MANIFEST]
         return {"state": dict(manifest["state"]), **manifest["entries"], _NO_STATE: None}
 
     def to_save(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class ShardedState:
         rank = self.process_group.rank()
         saved: dict[str, Any] = {}
         for name, value in self.pieces().items():
-            if name == _MANIFEST:
+            if name == MANIFEST:
                 saved |= {name: _to_tensor(value)} if rank == 0 else {}
             elif isinstance(value, (dict, list, tuple)):
                 saved[name + _PACKED] = _to_tensor(value)
@@ -129,17 +129,17 @@ class ShardedState:
         ends_bytes = list(itertools.accumulate(shard.parameter.nbytes for shard in self.shards))
         blocks: dict[int, dict[str, Any]] = {end // _BLOCK_BYTES: {} for end in ends_bytes}
         for name, value in pieces.items():
-            if name != _MANIFEST:
+            if name != MANIFEST:
                 blocks[ends_bytes[int(name.partition("/")[0])] // _BLOCK_BYTES][name] = value
         whole: dict[str, Any] | None = None
         failure: ConfigurationError | None = None
         for block in blocks.values():
-            mine = cloned({_MANIFEST: pieces[_MANIFEST], **block}, device=_CPU)
+            mine = cloned({MANIFEST: pieces[MANIFEST], **block}, device=_CPU)
             gathered = of_all_ranks(mine, group) if to is None else on_rank(to, mine, group)
             if gathered is None or failure is not None:
                 continue  # The other ranks gather all blocks.
             everyone = merged(gathered)
-            whole = whole or {"state": everyone[_MANIFEST]["state"], **everyone[_MANIFEST]["entries"]}
+            whole = whole or {"state": everyone[MANIFEST]["state"], **everyone[MANIFEST]["entries"]}
             try:
                 whole["state"] |= self._joined(everyone, is_whole=True)
             except ConfigurationError as error:
@@ -152,23 +152,23 @@ class ShardedState:
 
     def check_pieces(self, pieces: Pieces) -> None:
         """Raises: ConfigurationError: ``pieces`` are of other parameters, or lack elements of this rank."""
-        self._check_manifest(pieces[_MANIFEST])
-        self._places(pieces)
+        self._check_manifest(pieces[MANIFEST])
+        for name, (index, key, held) in self._places(pieces).items():
+            shard, value = self.shards[index], pieces[name]
+            if key == _MASTER and not shard.has_master:
+                raise ConfigurationError(
+                    f"the state has a copy of {shard.name} in {value.dtype}, from which it was stepped, and this "
+                    f"optimizer keeps none: give ZeroRedundancyOptimizer master_dtype={value.dtype}, with parameters "
+                    "of the dtype that they had"
+                )
+            if held is None:
+                check_divisible(self.optimizer, shard, {key: value}, (shard.range[1] - shard.range[0],))
 
     @torch.no_grad()
     def load_pieces(self, pieces: Pieces) -> None:
         """Replace the state, masters and hyperparameters of this rank by those in ``pieces``, which have passed
         :meth:`check_pieces`, after the model's parameters."""
-        manifest, state = pieces[_MANIFEST], self._joined(pieces)
-        for index, values in state.items():
-            shard = self.shards[index]
-            if _MASTER in values and not shard.has_master:
-                raise ConfigurationError(
-                    f"the state has a copy of {shard.name} in {values[_MASTER].dtype}, from which it was stepped, and "
-                    "this optimizer keeps none: give ZeroRedundancyOptimizer master_dtype="
-                    f"{values[_MASTER].dtype}, with parameters of the dtype that they had"
-                )
-            check_divisible(self.optimizer, shard, values, (shard.range[1] - shard.range[0],))
+        manifest, state = pieces[MANIFEST], self._joined(pieces)
         dtypes = manifest["dtypes"] or [None] * len(self.shards)
         loaded = {**self.optimizer.state_dict(), **cloned(manifest["entries"]), "state": cloned(manifest["state"])}
         owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
@@ -205,9 +205,9 @@ class ShardedState:
             raise ConfigurationError(
                 f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint"
             ) from error
-        if not isinstance(saved.get(prefix + _MANIFEST), TensorStorageMetadata):
+        if not isinstance(saved.get(prefix + MANIFEST), TensorStorageMetadata):
             raise ConfigurationError(
-                f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
+                f"{checkpoint} has no {prefix + MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
             )
 
         def read(names: Iterable[str]) -> dict[str, Any]:
@@ -220,17 +220,19 @@ class ShardedState:
             load(wanted, storage_reader=reader, process_group=self.process_group)
             return {
                 name.removesuffix(_PACKED): _from_tensor(wanted[prefix + name])
-                if name.endswith((_PACKED, _MANIFEST))
+                if name.endswith((_PACKED, MANIFEST))
                 else wanted[prefix + name]
                 for name in names
             }
 
-        pieces = read([_MANIFEST])
+        pieces = read([MANIFEST])
         with Agreement(self.process_group, "load the parts of a ZeroRedundancyOptimizer") as agreement:
-            self._check_manifest(pieces[_MANIFEST])
+            self._check_manifest(pieces[MANIFEST])
             places = self._places(name.removeprefix(prefix) for name in saved if name.startswith(prefix))
             agreement.agree()
-        self.load_pieces({**pieces, **read(sorted(places))})
+        found = {**pieces, **read(sorted(places))}
+        self.check_pieces(found)
+        self.load_pieces(found)
 
     def load_whole(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> None:
         """Load this rank's part of a state in the form of the plain optimizer; ``dtypes`` are those in which the
@@ -247,24 +249,29 @@ class ShardedState:
             )
         groups = state_dict["param_groups"]
         keys = [key for group in groups for key in group["params"]]
-        manifest = {
-            "state": {key: value for key, value in state_dict["state"].items() if key not in keys},
-            "entries": _entries(state_dict),
-            "options": [options_of(group) for group in groups],
-            "dtypes": dtypes,
-            "strides": [shard.parameter.stride() for shard in self.shards],
-            "groups": [len(group["params"]) for group in groups],
-            "shapes": [list(shard.parameter.shape) for shard in self.shards],
-        }
+        rest = {key: value for key, value in state_dict["state"].items() if key not in keys}
+        manifest = self.manifest(
+            state=rest,
+            entries=entries_of(state_dict),
+            options=[options_of(group) for group in groups],
+            groups=[len(group["params"]) for group in groups],
+            dtypes=dtypes,
+        )
         self._check_manifest(manifest)
-        pieces: dict[str, Any] = {_MANIFEST: manifest}
+        pieces: dict[str, Any] = {MANIFEST: manifest}
         for index, (shard, key) in enumerate(zip(self.shards, keys, strict=True)):
             state, parameter = state_dict["state"].get(key, {}), shard.parameter
             check_divisible(self.optimizer, shard, state, parameter.shape)
             pieces |= _named(index, state, parameter.shape, (0, parameter.numel()), parameter.stride())
+        self.check_pieces(pieces)
         self.load_pieces(pieces)
 
     # Pieces.
+
+    def manifest(self, **given: Any) -> dict[str, Any]:
+        """That of pieces of parameters that lie in memory as they do here."""
+        shapes = [list(shard.parameter.shape) for shard in self.shards]
+        return {**given, "strides": [shard.parameter.stride() for shard in self.shards], "shapes": shapes}
 
     def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
         groups = [len(group["params"]) for group in self.param_groups]
@@ -295,17 +302,16 @@ class ShardedState:
         places: dict[str, tuple[int, str, Range | None]] = {}
         missing: dict[tuple[int, str], int] = {}
         for name in names:
-            if (match := _NAME.fullmatch(name)) is None:
+            if name == MANIFEST:
                 continue
-            index, key = int(match["index"]), match["key"]
+            index, key, held = place_of(name)
             shard = self.shards[index]
             if not is_whole and shard.own is None:
                 continue
-            if match["start"] is None:
+            if held is None:
                 places[name] = index, key, None
                 continue
-            start, end = _needed(shard, is_whole=is_whole)
-            held = int(match["start"]), int(match["end"])
+            start, end = needed(shard, is_whole=is_whole)
             common = min(end, held[1]) - max(start, held[0])
             missing[index, key] = missing.get((index, key), end - start) - max(0, common)
             if common > 0 or start == end:
@@ -329,7 +335,7 @@ class ShardedState:
             if held is None:
                 values[key] = cloned(value)
                 continue
-            start, end = _needed(self.shards[index], is_whole=is_whole)
+            start, end = needed(self.shards[index], is_whole=is_whole)
             if (index, key) not in flat:
                 flat[index, key] = values[key] = torch.empty(end - start, dtype=value.dtype, device=value.device)
             first, last = max(start, held[0]), min(end, held[1])
@@ -338,7 +344,7 @@ class ShardedState:
         for (index, key), joined in flat.items():
             shard = self.shards[index]
             if is_whole or shard.is_whole:
-                strides = pieces[_MANIFEST]["strides"][index]
+                strides = pieces[MANIFEST]["strides"][index]
                 state[index][key] = joined.as_strided(shard.parameter.size(), strides)
         return state
 
@@ -394,7 +400,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def _entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def entries_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", _NO_STATE)}
 
 
@@ -429,7 +435,15 @@ def _named(
         yield f"{index}/{key}/{held[0]}:{held[1]}", flatten(flat)
 
 
-def _needed(shard: Shard, *, is_whole: bool = False) -> Range:
+def place_of(name: str) -> tuple[int, str, Range | None]:
+    """The parameter, the key and the elements of the piece of this name."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    held = None if match["start"] is None else (int(match["start"]), int(match["end"]))
+    return int(match["index"]), match["key"], held
+
+
+def needed(shard: Shard, *, is_whole: bool = False) -> Range:
     """The elements of ``shard`` in this rank's state, or in that of the ``is_whole`` parameter."""
     return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range
 
