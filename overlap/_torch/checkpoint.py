@@ -33,7 +33,9 @@ from torch.futures import Future
 
 __all__ = ["Boxes", "CheckpointException", "Folder", "write"]
 
-_BOX_BYTES = 16 * 2**20
+# A box is a part of this of a tensor, within these limits; while it is written, memory rises by three boxes.
+_BOXES = 64
+_BOX_BYTES = (4 * 2**20, 64 * 2**20)
 
 _Box = tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -62,8 +64,9 @@ def boxes(shape: Sequence[int], start: int, end: int, limit: int) -> Iterator[_B
         start = stop
 
 
-def _limit(dtype: torch.dtype, *, is_read: bool) -> int:
-    return 2**62 if is_read else _BOX_BYTES // dtype.itemsize
+def _limit(numel: int, dtype: torch.dtype, *, is_read: bool) -> int:
+    least, most = (size // dtype.itemsize for size in _BOX_BYTES)
+    return max(1, numel) if is_read else min(most, max(least, numel // _BOXES))
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Boxes:
         def part(offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
             return tensor.detach()[tuple(slice(o, o + z) for o, z in zip(offsets, sizes, strict=True))]
 
-        found = boxes(tensor.shape, 0, tensor.numel(), _limit(tensor.dtype, is_read=is_read))
+        found = boxes(tensor.shape, 0, tensor.numel(), _limit(tensor.numel(), tensor.dtype, is_read=is_read))
         return cls._of(tensor.shape, tensor.dtype, {o: (z, partial(part, o, z)) for o, z, _ in found})
 
     @classmethod
@@ -97,7 +100,7 @@ class Boxes:
         def part(first: int, sizes: Sequence[int]) -> Tensor:
             return flat[first - start : first - start + math.prod(sizes)].view(sizes).permute(place)
 
-        ordered, limit = [shape[dim] for dim in order], _limit(flat.dtype, is_read=is_read)
+        ordered, limit = [shape[dim] for dim in order], _limit(math.prod(shape), flat.dtype, is_read=is_read)
         parts = {
             tuple(o[dim] for dim in place): (tuple(z[dim] for dim in place), partial(part, first, z))
             for o, z, first in boxes(ordered, start, start + flat.numel(), limit)
@@ -120,7 +123,7 @@ class Boxes:
         def part(start: int, end: int) -> Tensor:
             return make(start, end).unsqueeze(0)
 
-        found = boxes([shape[1]], span.start, span.stop, _limit(dtype, is_read=is_read))
+        found = boxes([shape[1]], span.start, span.stop, _limit(shape[1], dtype, is_read=is_read))
         return cls._of(shape, dtype, {(row, *o): ((1, *z), partial(part, o[0], o[0] + z[0])) for o, z, _ in found})
 
     @classmethod

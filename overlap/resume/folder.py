@@ -14,14 +14,13 @@ optimizers and FSDP2 read it, and it may be theirs:
 - ``overlap.manifest``: what the rest means. Where values lie in rows follows from the *skeleton* of a part, its nested
   values with tensors on the device "meta" in the place of those that are in rows.
 
-A rank has one box of at most 16 MiB at a time in memory beside its state. ``.metadata`` is written last.
+A rank has one box at a time in memory beside its state. ``.metadata`` is written last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import io
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import check_ddp, check_flag, digest, told
+from overlap._torch.c10d import side_group
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.hooks.stage import redistributed
 from overlap.hooks.states import StatesOfRanks, uncopied
@@ -49,7 +49,9 @@ from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.zero.checkpoint import MANIFEST, entries_of, needed, place_of
 from overlap.optim.zero.shards import options_of
 from overlap.ranks.board import Agreement, failures_explained
-from overlap.resume.state import VERSION, Optim, Run, mapped, snapshot
+from overlap.resume.rows import joined, packed, sizes_of, split, unpacked
+from overlap.resume.state import VERSION, Optim, Run, snapshot
+from overlap.resume.train_state import states_in
 
 if TYPE_CHECKING:
     from overlap._torch.checkpoint import Boxes, Folder
@@ -63,12 +65,8 @@ _MODEL = "model."
 _STATE = "optim.state."
 _GROUPS = "optim.param_groups."
 _LOOP = "loop."
-# In a skeleton: a whole number, which is in the row of int64.
-_NUMBER = torch.device("meta")
-
 _writing = futures.ThreadPoolExecutor(1, thread_name_prefix="overlap-save")
 _pending: WeakKeyDictionary[dist.ProcessGroup, Future[None]] = WeakKeyDictionary()
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def save(
@@ -135,11 +133,7 @@ def save(
         saved = _Saved(Run(ddp, optim, "save"), loop, is_copied=not wait)
         saved.decided = agreement.agree(saved.told(), _decide)
         items = saved.items()
-    if (writers := _groups.get(group)) is None:
-        # Of its own, so that the thread's collectives do not mix with those of training; only its ranks make it.
-        ranks = dist.get_process_group_ranks(group)
-        writers = _groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    writing = partial(_write, write, items, path, writers)
+    writing = partial(_write, write, items, path, side_group(group))
     if wait:
         return writing()
     _pending[group] = future = _writing.submit(writing)
@@ -213,56 +207,12 @@ def _write(write: Callable[..., None], items: dict[str, Any], path: Path, group:
         raise CollectiveError(f"{path} was not written, and is no checkpoint: {first}") from error
 
 
-# Nested values in rows.
-
-
-def _split(value: Any, where: str) -> tuple[Any, list[Tensor]]:
-    """The skeleton of ``value``, and the tensors that are in rows."""
-    leaves: list[Tensor] = []
-
-    def leaf(one: Any) -> Any:
-        is_number = type(one) is int and -(2**63) <= one < 2**63
-        if not is_number and not isinstance(one, Tensor):
-            return one
-        leaves.append(torch.tensor(one) if is_number else one.detach())
-        return _NUMBER if is_number else torch.empty(one.shape, dtype=one.dtype, device="meta")
-
-    return mapped(value, leaf, where), leaves
-
-
-def _joined(skeleton: Any, take: Callable[[torch.dtype, torch.Size], Tensor]) -> Any:
-    """The values of a ``skeleton``, of which ``take`` returns one tensor after the other."""
-
-    def leaf(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            return take(one.dtype, one.shape)
-        return int(take(torch.int64, torch.Size()).item()) if one == _NUMBER else one
-
-    return mapped(skeleton, leaf)
-
-
-def _sizes_of(skeleton: Any) -> Counter[torch.dtype]:
-    """How many elements it has in the rows of each dtype."""
-    sizes: Counter[torch.dtype] = Counter()
-
-    def take(dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        sizes[dtype] += shape.numel()
-        return torch.zeros(())
-
-    _joined(skeleton, take)
-    return sizes
-
-
 class _Part:
     """One part of what is a rank's own."""
 
     def __init__(self, value: Any, where: str, *, is_compared: bool) -> None:
-        self.skeleton, self.leaves = _split(value, where)
-        buffer = io.BytesIO()
-        torch.save(self.skeleton, buffer)
-        # With its length, since rows are as long as the longest one.
-        data = buffer.getvalue()
-        self.packed = torch.frombuffer(bytearray(len(data).to_bytes(8) + data), dtype=torch.uint8)
+        self.skeleton, self.leaves = split(value, where)
+        self.packed = packed(self.skeleton)
         self.content = None
         if is_compared:
             found = sha256(repr(self.skeleton).encode())
@@ -441,8 +391,8 @@ class _Saved:
                 items[f"{_ROWS[is_same]}.{dtype}"] = Boxes.row(row, shape, kind, range(size), make)
         for name, found in self.decided.items():
             if not found["is_alike"]:
-                packed = self._parts[name].packed if name in self._parts else torch.zeros(8, dtype=torch.uint8)
-                make, shape = partial(_slice_of, [(0, packed)], torch.uint8), (run.ranks, found["packed"])
+                packed_here = [(0, self._parts[name].packed)] if name in self._parts else []
+                make, shape = partial(_slice_of, packed_here, torch.uint8), (run.ranks, found["packed"])
                 items[f"{_SKELETON}{name}"] = Boxes.row(run.rank, shape, torch.uint8, range(shape[1]), make)
 
 
@@ -502,6 +452,9 @@ class _Found:
     def state(self) -> dict[str, Any]:
         """As :func:`overlap.state_dict` on this rank, but for what :meth:`fill` reads."""
         run = self._run
+        if (states := states_in(self._folder.found, lambda name: self._read({name: None})[name], run)) is not None:
+            is_own = len(states) == 1 and states[0]["ranks"] == run.ranks
+            return dict(states[0] if is_own else run.state_of_rank(states))
         if "apart" in self._parts and self._is_other:
             raise ConfigurationError(
                 f"{self._path} was saved while ranks had different models, by {self._ranks} ranks, and here are "
@@ -573,11 +526,9 @@ class _Found:
             return self._manifest["skeletons"][part]
         if (part, rank) not in self._skeletons:
             size = self._parts[part]["packed"]
-            packed = torch.zeros(size, dtype=torch.uint8)
-            self._read_row(f"{_SKELETON}{part}", rank, packed, 0)
-            data = packed.numpy().tobytes()
-            length = int.from_bytes(data[:8])
-            self._skeletons[part, rank] = _unpacked(data[8 : 8 + length]) if length else {}
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._read_row(f"{_SKELETON}{part}", rank, data, 0)
+            self._skeletons[part, rank] = unpacked(data)
         return self._skeletons[part, rank]
 
     def _read_row(self, name: str, row: int, buffer: Tensor, start: int) -> None:
@@ -594,11 +545,11 @@ class _Found:
             for other, value in skeleton.items():
                 if other == key:
                     break
-                before.update(_sizes_of(value))
+                before.update(sizes_of(value))
             skeleton = skeleton.get(key, {})
         is_same = part in self._parts and self._parts[part]["is_same"]
         buffers: dict[torch.dtype, Tensor] = {}
-        for dtype, size in _sizes_of(skeleton).items():
+        for dtype, size in sizes_of(skeleton).items():
             buffers[dtype], name = torch.empty(size, dtype=dtype, device="cpu"), _name_of(dtype)
             if size:
                 start = _spans(self._parts, is_same=is_same)[part][name].start + before[dtype]
@@ -610,7 +561,7 @@ class _Found:
             taken[dtype] += shape.numel()
             return buffers[dtype][begin : taken[dtype]].view(shape)
 
-        return _joined(skeleton, take)
+        return joined(skeleton, take)
 
     def _of_ranks(self, part: str) -> StatesOfRanks:
         def keys(rank: int, path: tuple[str, ...]) -> Sequence[str]:
@@ -695,11 +646,11 @@ class _Found:
                 for key in keys_of.get(name, ()):
                     self._want(f"{_STATE}{name}.{key}", state.setdefault(index, {}), key)
             numbers = iter(range(len(names)))
-            packed = [
+            numbered = [
                 {**group, "params": [next(numbers) for _ in labels]}
                 for group, labels in zip(options, record["parameters"], strict=True)
             ]
-            return {"state": {**kept["entries"], "state": state, "param_groups": packed}}
+            return {"state": {**kept["entries"], "state": state, "param_groups": numbered}}
         own = optim.sharded_state()
         numbers_of = [len(labels) for labels in record["parameters"]]
         manifest = own.manifest(**kept, options=options, groups=numbers_of, dtypes=record.get("dtypes"))
@@ -749,7 +700,3 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def _bytes_of(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-
-
-def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
