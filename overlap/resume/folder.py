@@ -49,8 +49,8 @@ from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.zero.checkpoint import MANIFEST, entries_of, needed, place_of
 from overlap.optim.zero.shards import options_of
 from overlap.ranks.board import Agreement, failures_explained
-from overlap.resume.rows import joined, packed, sizes_of, split, unpacked
-from overlap.resume.state import VERSION, Optim, Run, snapshot
+from overlap.ranks.values import joined, packed, sizes_of, snapshot, split, unpacked
+from overlap.resume.state import VERSION, Optim, Run
 from overlap.resume.train_state import states_in
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ Each part of a state has one rule for another number of ranks; see docs/resuming
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.zero.checkpoint import merged
+from overlap.ranks.values import snapshot
 
-__all__ = ["VERSION", "Optim", "Run", "load_state_dict", "mapped", "snapshot", "stage_of", "state_dict"]
+__all__ = ["VERSION", "Optim", "Run", "load_state_dict", "stage_of", "state_dict"]
 
 OneOptim = Optimizer | FunctionalOptimizer
 Optim = OneOptim | Sequence[OneOptim] | None
@@ -38,7 +39,6 @@ State = Mapping[str, Any]
 VERSION = 2
 _OF_STAGES = {"version", "rank", "ranks", "stages"}
 _KEYS = {*_OF_STAGES, "model", "optimizer"}
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, Any]:
@@ -437,30 +437,3 @@ def _load_in_saved_dtypes(optim: Any, saved: State) -> None:
             loaded = optim.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
                 optim.state[parameter][name] = value.to(loaded.device, copy=True)
-
-
-def snapshot(value: Any, where: str = "state_dict()") -> Any:
-    """A copy of a nested state with its tensors in CPU memory, which ``torch.load(weights_only=True)`` takes; raises as
-    :func:`mapped`."""
-    return mapped(value, lambda one: one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else one, where)
-
-
-def mapped(value: Any, function: Callable[[Any], Any], where: str = "state_dict()") -> Any:
-    """A nested state with what ``function`` returns in the place of its tensors and plain values.
-
-    Raises:
-        ConfigurationError: something in it is neither a tensor nor a plain value; ``where`` names it.
-    """
-    if isinstance(value, Tensor) or type(value) in _PLAIN:
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(one, function, f"{where}[{key!r}]") for key, one in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        members = [mapped(one, function, f"{where}[{place}]") for place, one in enumerate(value)]
-        return members if isinstance(value, list) else tuple(members) if isinstance(value, tuple) else set(members)
-    if hasattr(value, "dtype") and hasattr(value, "item"):  # A number of NumPy.
-        return mapped(value.item(), function, where)
-    raise ConfigurationError(
-        f"{where} is a {type(value).__name__}, which is neither a tensor nor a plain value, so "
-        "torch.load(weights_only=True) would refuse it: keep it apart, or as numbers and tensors"
-    )

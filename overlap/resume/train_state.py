@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,8 +19,8 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
 from overlap.optim import ZeroRedundancyOptimizer
 from overlap.ranks.board import Agreement, failures_explained
-from overlap.resume.rows import joined, packed, split, unpacked
-from overlap.resume.state import Optim, Run, mapped, snapshot, stage_of
+from overlap.ranks.values import mapped, receive, send, snapshot, split
+from overlap.resume.state import Optim, Run, stage_of
 
 __all__ = ["TrainState", "remembers", "states_in"]
 
@@ -94,14 +93,15 @@ class TrainState:
         with Agreement(self._ddp.process_group, "gather the state of a TrainState") as agreement:
             run = self._run("gathered")
             common, own = _divided(run, run.state(stages_only=self._stages_only) if parts is None else parts)
+            parted = split(own)
             agreement.agree()
         group = side_group(self._ddp.process_group)
         with failures_explained():
             if run.rank != to:
-                _send(own, to, group)
+                send(parted, to, group)
                 return None
             common = snapshot(common)
-            each = [snapshot(own) if rank == to else _receive(rank, group) for rank in range(run.ranks)]
+            each = [snapshot(own) if rank == to else receive(rank, group) for rank in range(run.ranks)]
         return {_KEY: [_whole(common, one) for one in each]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -203,23 +203,6 @@ def _whole(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     optimizers = {**common["optimizer"], **own["optimizer"]}
     model = {**common["model"], **own["model"]}
     return {**own, "model": model, "optimizer": [optimizers[str(place)] for place in range(len(optimizers))]}
-
-
-def _send(own: Any, to: int, group: dist.ProcessGroup) -> None:
-    skeleton, leaves = split(own)
-    data = packed(skeleton)
-    for tensor in (torch.tensor(data.numel()), data, *leaves):
-        dist.send(tensor.cpu().contiguous(), group=group, group_dst=to)
-
-
-def _receive(rank: int, group: dist.ProcessGroup) -> Any:
-    def take(dtype: torch.dtype, shape: Collection[int]) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        dist.recv(tensor, group=group, group_src=rank)
-        return tensor
-
-    length = int(take(torch.int64, ()).item())
-    return joined(unpacked(take(torch.uint8, (length,))), take)
 
 
 def _of_one_file(found: Any) -> list[dict[str, Any]]:

@@ -118,7 +118,6 @@ def _purposes(ddp: Any) -> dict[str, Callable[[], Any]]:
             {"params": [torch.nn.Parameter(torch.ones(3))]}
         ),
         "consolidate the state of a ZeroRedundancyOptimizer": zero.consolidate_state_dict,
-        "save the parts of a ZeroRedundancyOptimizer": zero.sharded_state_dict,
         "register a chain": lambda: chain(AllReduce()).register(ddp).remove(),
         "enter Join": join,
         "gather the state of a TrainState": TrainState(ddp, optim).gathered,

@@ -1,11 +1,11 @@
-"""The sharded state, which is saved in pieces and can be loaded on another number of ranks.
+"""The sharded state in pieces, which can be loaded on another number of ranks.
 
 A value with one element for every element of a parameter is a flat piece named by the elements that it holds, in the
 order of the parameter's memory: ``3/exp_avg/0:512``. Other values, such as ``3/step``, are the same on every rank that
 has them. ``manifest`` has what belongs to no parameter, and how the parameters lay in memory. A reader finds the pieces
 that overlap with its own elements, and reads only these. All forms of a saved state are made of pieces:
 
-- :meth:`ShardedState.to_save`, for ``torch.distributed.checkpoint``, whose files have the pieces of all ranks;
+- the folder of ``overlap.save``, where each piece is in boxes of the parameter's own shape;
 - the pieces of one rank, in ``overlap.state_dict``, which that rank loads as they are; :func:`merged`, those of all
   ranks are for any number of them;
 - :meth:`ShardedState.consolidate`, where one rank puts together those of all to the ``state_dict()`` of the plain
@@ -15,10 +15,7 @@ that overlap with its own elements, and reads only these. All forms of a saved s
 from __future__ import annotations
 
 import copy
-import io
 import itertools
-import os
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap._torch.c10d import side_group
+from overlap.errors import ConfigurationError
 from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, options_of
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
-from overlap.ranks.board import Agreement, of_all_ranks, on_rank
+from overlap.ranks.values import Split, receive, send, snapshot, split
 
 __all__ = ["MANIFEST", "Pieces", "ShardedState", "entries_of", "merged", "needed", "packed", "place_of"]
 
@@ -41,10 +39,8 @@ Pieces = Mapping[str, Any]
 MANIFEST = "manifest"
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
-# In a file, at the end of a name: the value is not a tensor, and is saved in the form of one.
-_PACKED = "/packed"
-_NAME = re.compile(rf"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):(?P<end>\d+)|{_PACKED})?")
-_NO_STATE = "has no state yet: save zero.sharded_state_dict(), and zero.load_sharded(folder)"
+_NAME = re.compile(r"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):(?P<end>\d+))?")
+_NO_STATE = "has no state yet: save with overlap.save(folder, ddp, zero), and load with overlap.load(folder, ddp, zero)"
 _CPU = torch.device("cpu")
 # Of the parameters whose state is gathered at a time.
 _BLOCK_BYTES = 16 * 2**20
@@ -102,51 +98,51 @@ class ShardedState:
         manifest = self.pieces()[MANIFEST]
         return {"state": dict(manifest["state"]), **manifest["entries"], _NO_STATE: None}
 
-    def to_save(self) -> dict[str, Any]:
-        """This rank's pieces for ``torch.distributed.checkpoint``, all of them tensors or numbers."""
-        rank = self.process_group.rank()
-        saved: dict[str, Any] = {}
-        for name, value in self.pieces().items():
-            if name == MANIFEST:
-                saved |= {name: _to_tensor(value)} if rank == 0 else {}
-            elif isinstance(value, (dict, list, tuple)):
-                saved[name + _PACKED] = _to_tensor(value)
-            # An empty piece is written only if there is no other one to show that the value exists.
-            elif not isinstance(value, Tensor) or value.numel() or (name.endswith("/0:0") and rank == 0):
-                saved[name] = value
-        return saved
+    def blocks(self, pieces: Pieces, to: int | None) -> list[tuple[Pieces, Split]]:
+        """``pieces`` in parts for :meth:`consolidate`, of blocks of parameters after what belongs to none.
 
-    def consolidate(self, to: int | None, pieces: Pieces) -> dict[str, Any] | None:
-        """Gather the state, of which this rank has ``pieces``, in the form of the plain optimizer on rank ``to``, or on
-        all ranks, by one gather for each block of parameters; returns ``None`` on the other ranks. The groups are left
-        out.
+        Raises:
+            ConfigurationError: there is no rank ``to``, or a piece is neither tensors nor plain values.
         """
-        group, ranks = self.process_group, self.process_group.size()
+        ranks = self.process_group.size()
         if to is not None and not 0 <= to < ranks:
             raise ConfigurationError(
                 f"consolidate_state_dict(to={to}): ranks of the group are 0 to {ranks - 1}, and None stands for all"
             )
         ends_bytes = list(itertools.accumulate(shard.parameter.nbytes for shard in self.shards))
-        blocks: dict[int, dict[str, Any]] = {end // _BLOCK_BYTES: {} for end in ends_bytes}
+        blocks: dict[int, dict[str, Any]] = {-1: {}, **{end // _BLOCK_BYTES: {} for end in ends_bytes}}
         for name, value in pieces.items():
-            if name != MANIFEST:
-                blocks[ends_bytes[int(name.partition("/")[0])] // _BLOCK_BYTES][name] = value
-        whole: dict[str, Any] | None = None
-        failure: ConfigurationError | None = None
-        for block in blocks.values():
-            mine = cloned({MANIFEST: pieces[MANIFEST], **block}, device=_CPU)
-            gathered = of_all_ranks(mine, group) if to is None else on_rank(to, mine, group)
-            if gathered is None or failure is not None:
-                continue  # The other ranks gather all blocks.
-            everyone = merged(gathered)
-            whole = whole or {"state": everyone[MANIFEST]["state"], **everyone[MANIFEST]["entries"]}
+            number = -1 if name == MANIFEST else ends_bytes[place_of(name)[0]] // _BLOCK_BYTES
+            blocks[number][name] = value
+        return [(block, split(block, "zero.state")) for block in blocks.values()]
+
+    def consolidate(self, to: int | None, blocks: Sequence[tuple[Pieces, Split]]) -> dict[str, Any] | None:
+        """Put the state together in the form of the plain optimizer on rank ``to``, or on all ranks, to which each rank
+        sends its tensors of one block of parameters after another; ``None`` on the other ranks. The groups are left
+        out."""
+        group, rank, ranks = side_group(self.process_group), self.process_group.rank(), self.process_group.size()
+        root, parts = to or 0, list[dict[str, Any]]()
+        manifest: dict[str, Any] = {}
+        for pieces, message in blocks:
+            if rank != root:
+                send(message, root, group)
+                parts += [receive(root, group)] if to is None else []
+                continue
+            everyone = merged([snapshot(pieces) if one == rank else receive(one, group) for one in range(ranks)])
+            manifest = manifest or everyone[MANIFEST]
             try:
-                whole["state"] |= self._joined(everyone, is_whole=True)
+                state = self._joined({**everyone, MANIFEST: manifest}, is_whole=True)
+                parts.append({"state": state} if parts else {**manifest["entries"], "state": manifest["state"]})
             except ConfigurationError as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        return whole
+                parts.append({"failure": str(error), "state": {}})
+            for one in range(ranks) if to is None else ():
+                if one != rank:
+                    send(split(parts[-1]), one, group)
+        for part in parts:
+            if "failure" in part:
+                raise ConfigurationError(part["failure"])
+        states = {key: value for part in parts for key, value in part["state"].items()}
+        return {**parts[0], "state": states} if parts else None
 
     # Loading.
 
@@ -190,49 +186,6 @@ class ShardedState:
             given, now = loaded["state"].get(place, {}), self.optimizer.state.get(chunk, {})
             _keep_values(given, now, chunk, is_as_saved=dtypes[owned[id(chunk)][0]] == chunk.dtype)
         copy_options(self.optimizer.param_groups, self.param_groups)
-
-    def load_checkpoint(self, checkpoint: Any, key: str) -> None:
-        """Load this rank's part of a :meth:`to_save` of any number of ranks, saved under ``key``."""
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
-        prefix = f"{key}." if key else ""
-        try:
-            saved = reader.read_metadata().state_dict_metadata
-        except FileNotFoundError as error:
-            raise ConfigurationError(
-                f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint"
-            ) from error
-        if not isinstance(saved.get(prefix + MANIFEST), TensorStorageMetadata):
-            raise ConfigurationError(
-                f"{checkpoint} has no {prefix + MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
-            )
-
-        def read(names: Iterable[str]) -> dict[str, Any]:
-            wanted: dict[str, Any] = {}
-            for name in names:
-                found = saved[prefix + name]
-                wanted[prefix + name] = None
-                if isinstance(found, TensorStorageMetadata):
-                    wanted[prefix + name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
-            load(wanted, storage_reader=reader, process_group=self.process_group)
-            return {
-                name.removesuffix(_PACKED): _from_tensor(wanted[prefix + name])
-                if name.endswith((_PACKED, MANIFEST))
-                else wanted[prefix + name]
-                for name in names
-            }
-
-        pieces = read([MANIFEST])
-        with Agreement(self.process_group, "load the parts of a ZeroRedundancyOptimizer") as agreement:
-            self._check_manifest(pieces[MANIFEST])
-            places = self._places(name.removeprefix(prefix) for name in saved if name.startswith(prefix))
-            agreement.agree()
-        found = {**pieces, **read(sorted(places))}
-        self.check_pieces(found)
-        self.load_pieces(found)
 
     def load_whole(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> None:
         """Load this rank's part of a state in the form of the plain optimizer; ``dtypes`` are those in which the
@@ -446,22 +399,3 @@ def place_of(name: str) -> tuple[int, str, Range | None]:
 def needed(shard: Shard, *, is_whole: bool = False) -> Range:
     """The elements of ``shard`` in this rank's state, or in that of the ``is_whole`` parameter."""
     return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range
-
-
-def _to_tensor(value: Any) -> Tensor:
-    """The pickled value. Raises: UnsupportedError: :func:`_from_tensor` could not read it."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    tensor = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    try:
-        _from_tensor(tensor)
-    except pickle.UnpicklingError as error:
-        raise UnsupportedError(
-            f"{value!r} has values that torch.load(weights_only=True) does not read: keep numbers, strings and tensors "
-            f"in the options and the state, or torch.serialization.add_safe_globals([...]) their classes ({error})"
-        ) from error
-    return tensor
-
-
-def _from_tensor(tensor: Tensor) -> Any:
-    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
