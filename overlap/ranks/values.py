@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
+from overlap.ranks.board import failures_explained
 
 __all__ = ["joined", "mapped", "packed", "receive", "send", "sizes_of", "snapshot", "split", "unpacked"]
 
@@ -105,12 +106,14 @@ Split = tuple[Any, list[Tensor]]
 
 
 def send(value: Split, to: int, group: dist.ProcessGroup) -> None:
-    """Send what was split to rank ``to`` of a Gloo ``group``, a tensor at a time."""
+    """Send what was split to rank ``to`` of a Gloo ``group``, a tensor at a time. Raises: CollectiveError: it is
+    lost."""
     skeleton, leaves = value
     data = packed(skeleton)
     for tensor in (torch.tensor(data.numel()), data, *leaves):
         if tensor.numel():
-            dist.send(tensor.cpu().contiguous(), group=group, group_dst=to)
+            with failures_explained():
+                dist.send(tensor.cpu().contiguous(), group=group, group_dst=to)
 
 
 def receive(rank: int, group: dist.ProcessGroup) -> Any:
@@ -119,7 +122,8 @@ def receive(rank: int, group: dist.ProcessGroup) -> Any:
     def take(dtype: torch.dtype, shape: Collection[int]) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         if tensor.numel():
-            dist.recv(tensor, group=group, group_src=rank)
+            with failures_explained():
+                dist.recv(tensor, group=group, group_src=rank)
         return tensor
 
     return joined(unpacked(take(torch.uint8, (int(take(torch.int64, ()).item()),))), take)

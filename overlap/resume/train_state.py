@@ -18,7 +18,7 @@ from overlap._torch.c10d import side_group
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
 from overlap.optim import ZeroRedundancyOptimizer
-from overlap.ranks.board import Agreement, failures_explained
+from overlap.ranks.board import Agreement
 from overlap.ranks.values import mapped, receive, send, snapshot, split
 from overlap.resume.state import Optim, Run, stage_of
 
@@ -96,12 +96,11 @@ class TrainState:
             parted = split(own)
             agreement.agree()
         group = side_group(self._ddp.process_group)
-        with failures_explained():
-            if run.rank != to:
-                send(parted, to, group)
-                return None
-            common = snapshot(common)
-            each = [snapshot(own) if rank == to else receive(rank, group) for rank in range(run.ranks)]
+        if run.rank != to:
+            send(parted, to, group)
+            return None
+        common = snapshot(common)
+        each = [snapshot(own) if rank == to else receive(rank, group) for rank in range(run.ranks)]
         return {_KEY: [_whole(common, one) for one in each]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

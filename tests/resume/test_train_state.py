@@ -249,6 +249,33 @@ def _by_dcp(rank: int, folder: Path) -> None:
             _by_one(folder / name, states)
 
 
+def _of_version_0_1_0(rank: int, folder: Path) -> None:
+    """The states of all ranks in bytes, which differ or are shared, under one name."""
+
+    def packed(value: Any) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer.getvalue()
+
+    ddp, zero = _zero(rank)
+    own = overlap.state_dict(ddp, zero)
+    states: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(states, own)
+    shared = {key: packed(states[0][key]) for key in ("version", "ranks", "model")}
+    each = [{key: packed(one[key]) for key in one if key not in shared} for one in states]
+    old = {"overlap": packed({"shared": shared, "own": each})}
+    dcp.save({"run": old}, checkpoint_id=folder / "old")
+    for name in ("by TrainState", "by load"):
+        resumed, its = _zero(rank, steps=1)
+        if name == "by load":
+            overlap.load(folder / "old", resumed, its)
+        else:
+            overlap.TrainState(resumed, its).load_state_dict(old)
+        now = overlap.state_dict(resumed, its)
+        assert_parity({**now, "model": {}}, {**own, "model": {}}, what=name)
+        assert_parity(now["model"], states[0]["model"], what=f"{name}, the model")
+
+
 def _by_one(folder: Path, states: list[Any]) -> None:
     """On one rank, which is not the number that has saved."""
     alone = torch.distributed.new_group([0], use_local_synchronization=True)
@@ -353,6 +380,7 @@ CELLS: dict[str, Callable[[int, Path], None]] = {
     "a plain optimizer resumes exactly, and another order is refused": _plain_optimizer,
     "one file for all ranks resumes each rank exactly": _one_file,
     "PyTorch's own calls save and load it": _by_dcp,
+    "one of version 0.1.0 loads": _of_version_0_1_0,
     "hooks that are registered with DDP are saved or refused": _with_ddp,
     "what cannot be saved is named, and counters are saved before they matter": _kept,
     "the states of two optimizers are saved together": _of_two,
