@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -132,6 +133,12 @@ class Boxes:
         if not parts and not whole.numel():  # A box without elements says that there is such a tensor.
             parts = {(0,) * len(whole): (whole, lambda: torch.empty(whole, dtype=dtype))}
         return cls(whole, dtype, {torch.Size(o): (torch.Size(z), made) for o, (z, made) in parts.items()})
+
+    def share(self, name: str, rank: int, ranks: int) -> Boxes:
+        """Those boxes of a tensor that all ranks have which this one writes, so that none plans what others write."""
+        first = zlib.crc32(name.encode())
+        parts = {key: part for number, (key, part) in enumerate(self.parts.items()) if (first + number) % ranks == rank}
+        return replace(self, parts=parts)
 
     # As torch.distributed.checkpoint asks.
 

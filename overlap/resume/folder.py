@@ -279,6 +279,8 @@ class _Saved:
     decided: Mapping[str, Any]
 
     def __init__(self, run: Run, loop: Mapping[str, Any], *, is_copied: bool) -> None:
+        from overlap._torch.checkpoint import Boxes
+
         self._run = run
         self._objects = [name for name, value in loop.items() if hasattr(value, "state_dict")]
         added = {name: value.state_dict() if name in self._objects else value for name, value in loop.items()}
@@ -292,7 +294,9 @@ class _Saved:
         self._items: dict[str, Any] = {}
         for name, value in state["model"].items():
             # Buffers are rank 0's, as those that DDP broadcasts.
-            if run.rank == 0 or (name in common and name in run.parameters):
+            if name in common and name in run.parameters:
+                self._items[f"{_MODEL}{name}"] = Boxes.whole(value).share(name, run.rank, run.ranks)
+            elif run.rank == 0:
                 self._put(f"{_MODEL}{name}", value)
         self._records: list[dict[str, Any]] = []
         self._groups = 0
@@ -351,7 +355,8 @@ class _Saved:
                 index, key, held = place_of(piece)
                 name, shard = f"{_STATE}{names[index]}.{key}", shards[index]
                 if held is None:
-                    self._put(name, value)
+                    if shard.is_whole or shard.rank == 0:  # What is not by element all ranks have alike.
+                        self._put(name, value)
                 else:
                     self._items[name] = Boxes.chunk(value, shard.parameter.shape, shard.strides, held[0])
         else:
@@ -452,7 +457,8 @@ class _Found:
     def state(self) -> dict[str, Any]:
         """As :func:`overlap.state_dict` on this rank, but for what :meth:`fill` reads."""
         run = self._run
-        if (states := states_in(self._folder.found, lambda name: self._read({name: None})[name], run)) is not None:
+        pickled = [name for name in self._folder.found if self._folder.is_pickled(name) and not self._parts]
+        if (states := states_in(pickled, lambda name: self._read({name: None})[name], run)) is not None:
             is_own = len(states) == 1 and states[0]["ranks"] == run.ranks
             return dict(states[0] if is_own else run.state_of_rank(states))
         if "apart" in self._parts and self._is_other:
