@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,12 +26,10 @@ optim = overlap.OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)
 overlap.chain(overlap.PowerSGD(rank=2), overlap.Step(optim)).register(ddp)
 
-# The model, the optimizer, and what the stages of each rank remember; a scheduler has a state_dict() of its own.
-run = {"run": overlap.TrainState(ddp, optim), "scheduler": scheduler}
 first_step = 0
 whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
 if whole:
-    dcp.load(run, checkpoint_id=whole[-1].parent)
+    overlap.load(whole[-1].parent, ddp, optim, scheduler=scheduler)  # on any number of ranks
     first_step = int(whole[-1].parent.name)
 
 for step in range(first_step, options.steps):
@@ -44,5 +41,6 @@ for step in range(first_step, options.steps):
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.6f}", flush=True)
     if options.checkpoint and (step + 1) % 5 == 0:
-        dcp.save(run, checkpoint_id=options.checkpoint / f"{step + 1:06}")
+        # The model, the optimizer, what the stages of each rank remember, and by name what the loop adds.
+        overlap.save(options.checkpoint / f"{step + 1:06}", ddp, optim, scheduler=scheduler)
 dist.destroy_process_group()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -65,10 +64,9 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(optim, 0.8)
 overlap.chain(overlap.AllReduce(), overlap.Step(optim)).register(ddp)
 
 first_epoch = 0
-run = {"run": overlap.TrainState(ddp, optim), "scheduler": scheduler}  # of all ranks, loaded by any number of them
 whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
 if whole:
-    dcp.load(run, checkpoint_id=whole[-1].parent)
+    overlap.load(whole[-1].parent, ddp, optim, scheduler=scheduler)  # on any number of ranks
     first_epoch = int(whole[-1].parent.name)
 
 for epoch in range(first_epoch, options.epochs):
@@ -86,5 +84,5 @@ for epoch in range(first_epoch, options.epochs):
     if rank == 0:
         print(f"epoch {epoch}: loss {loss.item():.6f}, accuracy {accuracy:.3f}", flush=True)
     if options.checkpoint:
-        dcp.save(run, checkpoint_id=options.checkpoint / f"{epoch + 1:04}")
+        overlap.save(options.checkpoint / f"{epoch + 1:04}", ddp, optim, scheduler=scheduler)
 dist.destroy_process_group()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -42,10 +41,9 @@ local = LocalSGD(
 )
 
 done = 0
-run = {"run": overlap.TrainState(ddp, local)}  # the round, the outer optimizer, a pending average
 whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
 if whole:
-    dcp.load(run, checkpoint_id=whole[-1].parent)
+    overlap.load(whole[-1].parent, ddp, local)
     done = int(whole[-1].parent.name)
 
 for step in range(done, options.steps):
@@ -59,7 +57,7 @@ for step in range(done, options.steps):
     if rank == 0:
         print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
     if options.checkpoint:
-        dcp.save(run, checkpoint_id=options.checkpoint / f"{step + 1:06}")
+        overlap.save(options.checkpoint / f"{step + 1:06}", ddp, local)  # the round and a pending average, too
 
 local.synchronize()  # one model for all sites
 if rank == 0:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -36,10 +35,9 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(zero, 0.8)
 chain(PowerSGD(rank=options.rank), ZeroStep(zero)).register(ddp)
 
 first_epoch = 0
-run = {"run": overlap.TrainState(ddp, zero), "scheduler": scheduler}  # what PowerSGD has left out, too
 whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
 if whole:
-    dcp.load(run, checkpoint_id=whole[-1].parent)
+    overlap.load(whole[-1].parent, ddp, zero, scheduler=scheduler)
     first_epoch = int(whole[-1].parent.name)
 
 for epoch in range(first_epoch, options.epochs):
@@ -53,5 +51,6 @@ for epoch in range(first_epoch, options.epochs):
     trained = f"rank {rank}, {len(loader)} batches"
     print(f"{trained}, epoch {epoch}: loss {loss.item():.6f}, norm of weights {weights.norm():.6f}", flush=True)
     if options.checkpoint:
-        dcp.save(run, checkpoint_id=options.checkpoint / f"{epoch + 1:04}")
+        # With what PowerSGD has left out, too.
+        overlap.save(options.checkpoint / f"{epoch + 1:04}", ddp, zero, scheduler=scheduler)
 dist.destroy_process_group()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from gpt import DOCUMENTATION, GPT, Text
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -55,10 +54,10 @@ schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.99) for one in (muon
 
 text = Text(options.text, batch=options.batch, context=options.context)
 first_step = 0
-run = {"run": overlap.TrainState(ddp, [muon, adamw]), "muon": schedulers[0], "adamw": schedulers[1]}
+added = {"muon": schedulers[0], "adamw": schedulers[1]}
 whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
 if whole:
-    dcp.load(run, checkpoint_id=whole[-1].parent)
+    overlap.load(whole[-1].parent, ddp, [muon, adamw], **added)
     first_step = int(whole[-1].parent.name)
 
 for step in range(first_step, options.steps):
@@ -72,5 +71,5 @@ for step in range(first_step, options.steps):
     if dist.get_rank() == 0:
         print(f"rank 0: loss {loss.item():.6f} at step {step}", flush=True)
     if options.checkpoint and (step + 1) % options.save_every == 0:
-        dcp.save(run, checkpoint_id=options.checkpoint / f"{step + 1:06}")
+        overlap.save(options.checkpoint / f"{step + 1:06}", ddp, [muon, adamw], **added)
 dist.destroy_process_group()

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, TrainState, chain
+from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, chain, load, save
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--plain", action="store_true", help="without overlap: it learns the same")
@@ -51,11 +50,9 @@ sampler = DistributedSampler(data, seed=0)
 loader = DataLoader(data, batch_size=8, sampler=sampler)
 
 first_epoch = 0
-# The states of all ranks: compressors remember other things on each.
-run = {"run": TrainState(model, optimizer), "scheduler": scheduler}
 if options.resume:
     latest = max(options.output_dir.glob("epoch-*/.metadata")).parent  # The file that is written last.
-    dcp.load(run, checkpoint_id=latest)
+    load(latest, model, optimizer, scheduler=scheduler)
     first_epoch = int(latest.name.removeprefix("epoch-"))
 
 for epoch in range(first_epoch, options.epochs):
@@ -72,5 +69,6 @@ for epoch in range(first_epoch, options.epochs):
         accuracy = (model(images).argmax(1) == data.tensors[1]).float().mean()
     print(f"rank {rank}: epoch {epoch}, loss {loss.item():.9f}, accuracy {accuracy.item():.6f}", flush=True)
     if options.output_dir:
-        dcp.save(run, checkpoint_id=options.output_dir / f"epoch-{epoch + 1:03}")
+        # Of all ranks: compressors remember other things on each.
+        save(options.output_dir / f"epoch-{epoch + 1:03}", model, optimizer, scheduler=scheduler)
 dist.destroy_process_group()

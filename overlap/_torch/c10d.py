@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -496,3 +497,15 @@ class _Waiter:
     def unfinished(self) -> list[_Messages]:
         with self._changed:
             return list(self._messages)
+
+
+_side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A Gloo group of the ranks of ``group``, made once by all of them and no others, for tensors in CPU memory; its
+    collectives do not mix with those of training, also from a thread."""
+    if (found := _side_groups.get(group)) is None:
+        ranks = dist.get_process_group_ranks(group)
+        found = _side_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return found

@@ -124,6 +124,7 @@ LATE_USES = (
         "the DDP model behind replicate()",
         "refuse it",
     ),
+    Use("torch.distributed.checkpoint.filesystem", "_StorageInfo", "one box in memory", "FileSystemWriter.write_data"),
 )
 
 

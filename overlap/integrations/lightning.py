@@ -139,7 +139,7 @@ class OverlapStrategy(DDPStrategy):
                     stacklevel=2,
                 )
             elif remembers(own := self._run.state.rank_state_dict() if self._last is None else self._last):
-                checkpoint = {**checkpoint, **self._run.state.gathered(own)}
+                checkpoint = {**checkpoint, **(self._run.state.gathered(own) or {})}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -491,11 +491,3 @@ def of_all_ranks(value: object, group: dist.ProcessGroup) -> list[Any]:
     with failures_explained():
         dist.all_gather_object(everyone, value, group=group)
     return everyone
-
-
-def on_rank(to: int, value: object, group: dist.ProcessGroup) -> list[Any] | None:
-    """The ``value`` of every rank on rank ``to`` of the group; ``None`` elsewhere. Raises as :func:`of_all_ranks`."""
-    everyone: list[Any] | None = [None] * group.size() if group.rank() == to else None
-    with failures_explained():
-        dist.gather_object(value, everyone, group=group, group_dst=to)
-    return everyone

@@ -18,25 +18,27 @@ from torch.optim import Optimizer
 from overlap._checks import check_ddp
 from overlap._torch.ddp import plain_name, registered_hook
 from overlap.errors import ConfigurationError, TrainingLoopError
-from overlap.hooks import Stage, StageHook
+from overlap.hooks import PostLocal, Role, Stage, StageHook
 from overlap.hooks.adapters import HookStage, hook_name
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import is_same_state, redistributed, updates_of, walk
+from overlap.hooks.states import StatesOfRanks, uncopied
 from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
+from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.zero.checkpoint import merged
+from overlap.ranks.values import snapshot
 
-__all__ = ["Optim", "Run", "load_state_dict", "stage_of", "state_dict"]
+__all__ = ["VERSION", "Optim", "Run", "load_state_dict", "stage_of", "state_dict"]
 
 OneOptim = Optimizer | FunctionalOptimizer
 Optim = OneOptim | Sequence[OneOptim] | None
 State = Mapping[str, Any]
 
-_VERSION = 2
+VERSION = 2
 _OF_STAGES = {"version", "rank", "ranks", "stages"}
 _KEYS = {*_OF_STAGES, "model", "optimizer"}
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, Any]:
@@ -116,27 +118,61 @@ class Run:
     def __init__(self, ddp: DistributedDataParallel, optim: Optim, function: str) -> None:
         self._ddp = check_ddp(ddp)
         group = self._ddp.process_group
-        self._rank, self._ranks = group.rank(), group.size()
-        self._stage = stage_of(self._ddp)
-        stages = [] if self._stage is None else list(walk(self._stage))
-        self._classes = None if self._stage is None else [type(one).__name__ for one in stages]
+        self.rank, self.ranks = group.rank(), group.size()
+        self.stage = stage_of(self._ddp)
+        stages = [] if self.stage is None else list(walk(self.stage))
+        self.classes = None if self.stage is None else [type(one).__name__ for one in stages]
         found = [getattr(one, "lifecycle", None) for one in stages]
         self._lifecycles = [lifecycle for lifecycle in found if isinstance(lifecycle, UpdateLifecycle)]
-        self._names = {parameter: plain_name(name) for name, parameter in self._ddp.module.named_parameters()}
+        self.names = {parameter: plain_name(name) for name, parameter in self._ddp.module.named_parameters()}
+        module = self._ddp.module
+        self.parameters = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        self._buffers = {plain_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+        self._ignored = set(map(plain_name, self._ddp.parameters_to_ignore))
         given = [] if optim is None else list(optim) if isinstance(optim, (list, tuple)) else [optim]
-        self._optimizers = [_inner_optimizer(one) for one in given]
-        if len(set(map(id, self._optimizers))) < len(given):
+        self.optimizers = [_inner_optimizer(one) for one in given]
+        if len(set(map(id, self.optimizers))) < len(given):
             raise ConfigurationError(f"{function} was given one optimizer twice; give each once")
-        covered = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
-        for update in updates_of(self._stage.sequence) if self._stage is not None and given else ():
+        covered = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        for update in updates_of(self.stage.sequence) if self.stage is not None and given else ():
             if any(id(parameter) not in covered for parameter in update.updated):
                 raise ConfigurationError(
                     f"{update!r} is registered, and {function} was not given its optimizer, whose state would be lost: "
                     f"give a list of all, {function}(ddp, [first, second])"
                 )
 
+    # What ranks have in common, by declaration.
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether ranks may have models of their own, between two averages."""
+        stages = () if self.stage is None else walk(self.stage)
+        is_averaged = any(one.role is Role.AVERAGER or isinstance(one, PostLocal) for one in stages)
+        return is_averaged or any(isinstance(one, AveragingOptimizer) for one in self.optimizers)
+
+    def has_common(self, name: str) -> bool:
+        """Whether DDP keeps this entry of the model's state the same on all ranks."""
+        is_kept = name in self.parameters or (self._ddp.broadcast_buffers and name in self._buffers)
+        return is_kept and name not in self._ignored
+
+    def is_own(self, place: int) -> bool:
+        """Whether a replicated optimizer, by its place, has a state of each rank: of parameters that may differ."""
+        optim = self.optimizers[place]
+        names = [name for labels in self._labels_of(optim) for name in labels]
+        is_divided = isinstance(optim, ZeroRedundancyOptimizer)
+        return self.trains_apart or not (is_divided or all(map(self.has_common, names)))
+
+    def class_of(self, place: int) -> str:
+        """The class of an optimizer, by its place, as it is saved."""
+        return _class_of(self.optimizers[place])
+
     def state_dict(self, *, stages_only: bool = False) -> dict[str, Any]:
         """As :func:`state_dict`; with ``stages_only`` without the model and the optimizers."""
+        copied: dict[str, Any] = snapshot(self.state(stages_only=stages_only))
+        return copied
+
+    def state(self, *, stages_only: bool = False) -> dict[str, Any]:
+        """:meth:`state_dict` of the tensors themselves, to be copied or written before the next forward."""
         for lifecycle in self._lifecycles:
             if lifecycle.phase in (Phase.BACKWARD, Phase.REDUCED, Phase.APPLIED):
                 raise TrainingLoopError(
@@ -144,13 +180,13 @@ class Run:
                     f"would be lost; call {lifecycle.form.step} first"
                 )
         self._wait()
-        stages = None if self._stage is None else {"classes": self._classes, "state": self._stage.state_dict()}
-        state: dict[str, Any] = {"version": _VERSION, "rank": self._rank, "ranks": self._ranks, "stages": stages}
-        if not stages_only:
-            state["model"] = {plain_name(name): value for name, value in self._ddp.module.state_dict().items()}
-            state["optimizer"] = [self._state_of(one) for one in self._optimizers]
-        copied: dict[str, Any] = _snapshot(state, "state_dict()")
-        return copied
+        with uncopied():
+            stages = None if self.stage is None else {"classes": self.classes, "state": self.stage.state_dict()}
+            state: dict[str, Any] = {"version": VERSION, "rank": self.rank, "ranks": self.ranks, "stages": stages}
+            if not stages_only:
+                state["model"] = {plain_name(name): value for name, value in self._ddp.module.state_dict().items()}
+                state["optimizer"] = [self._state_of(one) for one in self.optimizers]
+        return state
 
     def _state_of(self, optim: Any) -> dict[str, Any]:
         state: dict[str, Any] = {"class": _class_of(optim), "parameters": self._labels_of(optim)}
@@ -161,34 +197,46 @@ class Run:
             own["local_sgd"] = {key: value for key, value in own["local_sgd"].items() if key != "stages"}
         return {**state, "state": own}
 
-    @torch.no_grad()
     def load_state_dict(self, state: State, *, stages_only: bool = False) -> None:
         """Load a state of this rank, as :func:`load_state_dict`; with ``stages_only`` that of the stages."""
+        self.check(state, stages_only=stages_only)
+        # PyTorch's optimizers keep the tensors that they load, and change them in place.
+        optimizers = [copy.deepcopy(one) if "state" in one else one for one in state.get("optimizer", ())]
+        self.load_checked({**state, "optimizer": optimizers})
+
+    def check(self, state: State, *, stages_only: bool = False) -> None:
+        """Raises: ConfigurationError, TrainingLoopError: as :func:`load_state_dict`."""
         _check_keys(state, _OF_STAGES if stages_only else _KEYS)
-        if (state["rank"], state["ranks"]) != (self._rank, self._ranks):
+        if (state["rank"], state["ranks"]) != (self.rank, self.ranks):
             raise ConfigurationError(
-                f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {self._rank} of "
-                f"{self._ranks}: each rank loads its own, or, if the number of ranks has changed, the list of all"
+                f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {self.rank} of "
+                f"{self.ranks}: each rank loads its own, or, if the number of ranks has changed, the list of all"
             )
-        here = {} if stages_only else self._ddp.module.state_dict()
-        optimizers = [] if stages_only else self._optimizers
         self._check_stages(state)
         if not stages_only:
+            here = self._ddp.module.state_dict()
             self._check(state, {plain_name(name): value for name, value in here.items()})
         for lifecycle in self._lifecycles:
             lifecycle.check(Event.LOAD)
+
+    @torch.no_grad()
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load a state that has passed :meth:`check`, part by part, each of which is then removed from it."""
         self._wait()
-        if self._stage is not None:
-            self._stage.load_state_dict(state["stages"]["state"])
-        if not stages_only:
-            self._ddp.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
-        for optim, saved in zip(optimizers, state.get("optimizer", ()), strict=False):
+        stages, model, optimizers = (state.pop(key, None) for key in ("stages", "model", "optimizer"))
+        if self.stage is not None:
+            self.stage.load_state_dict(stages["state"])
+        del stages
+        if model is not None:
+            here = self._ddp.module.state_dict()
+            self._ddp.module.load_state_dict({name: model[plain_name(name)] for name in here})
+        del model
+        for optim, saved in zip(self.optimizers, optimizers or (), strict=False):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.prepare_to_load()
                 optim.sharded_state().load_pieces(saved["own"])
             else:
-                # PyTorch's optimizers keep the tensors that they load, and change them in place.
-                _load_in_saved_dtypes(optim, copy.deepcopy(saved["state"]))
+                _load_in_saved_dtypes(optim, saved["state"])
 
     def _check(self, state: State, here: State) -> None:
         """Raises: ConfigurationError: ``state`` is not of this model, whose own is ``here``, or these optimizers."""
@@ -202,26 +250,26 @@ class Run:
                     f"and {tuple(value.shape)} {value.dtype} here"
                 )
         self._check_optimizers(state["optimizer"])
-        for optim, of_one in zip(self._optimizers, state["optimizer"], strict=True):
+        for optim, of_one in zip(self.optimizers, state["optimizer"], strict=True):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.sharded_state().check_pieces(of_one["own"])
 
     def _check_stages(self, state: State) -> None:
         then = state["stages"] and state["stages"]["classes"]
-        if self._classes != then:
-            saved, here = ("no stage" if one is None else " > ".join(one) for one in (then, self._classes))
+        if self.classes != then:
+            saved, here = ("no stage" if one is None else " > ".join(one) for one in (then, self.classes))
             raise ConfigurationError(
                 f"the state was saved with {saved} registered, and here {here} is: register the same stages before "
                 "load_state_dict"
             )
 
     def _check_optimizers(self, states: Sequence[State]) -> None:
-        if len(self._optimizers) != len(states):
+        if len(self.optimizers) != len(states):
             raise ConfigurationError(
                 f"the state was saved with {len(states)} optimizers, and load_state_dict was given "
-                f"{len(self._optimizers)}"
+                f"{len(self.optimizers)}"
             )
-        for optim, state in zip(self._optimizers, states, strict=True):
+        for optim, state in zip(self.optimizers, states, strict=True):
             if state["class"] != _class_of(optim):
                 raise ConfigurationError(
                     f"the state is of an optimizer of class {state['class']}, but this one is a {_class_of(optim)}: "
@@ -240,13 +288,13 @@ class Run:
     def _labels_of(self, optim: Any) -> list[list[str]]:
         """Of each group, the names of its parameters; of those outside of the model, their shapes."""
         return [
-            [self._names.get(p) or f"outside of the model: {tuple(p.shape)}" for p in group["params"]]
+            [self.names.get(p) or f"outside of the model: {tuple(p.shape)}" for p in group["params"]]
             for group in optim.param_groups
         ]
 
     def _wait(self) -> None:
         """Wait for gathers that are under way."""
-        for one in self._optimizers:
+        for one in self.optimizers:
             if isinstance(one, ZeroRedundancyOptimizer):
                 one.wait()
 
@@ -272,21 +320,21 @@ class Run:
                 "ranks of one run, each once"
             )
         olds = sorted(states, key=lambda state: int(state["rank"]))
-        if len(olds) == self._ranks:
-            return olds[self._rank]
+        if len(olds) == self.ranks:
+            return olds[self.rank]
         for old in olds:
             self._check_stages(old)
             if "optimizer" in old:
                 self._check_optimizers(old["optimizer"])
-        base = {**olds[self._rank % len(olds)], "rank": self._rank, "ranks": self._ranks}
-        if self._stage is not None:
+        base = {**olds[self.rank % len(olds)], "rank": self.rank, "ranks": self.ranks}
+        if self.stage is not None:
             memories = [old["stages"]["state"] for old in olds]
-            made = redistributed(self._stage, memories, rank=self._rank, ranks=self._ranks)
+            made = redistributed(self.stage, memories, rank=self.rank, ranks=self.ranks)
             base["stages"] = {**base["stages"], "state": made}
         if "optimizer" in base:
             of_ranks = zip(*(old["optimizer"] for old in olds), strict=True)
-            base["optimizer"] = [self._redistributed(*one) for one in zip(self._optimizers, of_ranks, strict=True)]
-        for name in self._names.values() if "model" in base else ():
+            base["optimizer"] = [self.redistributed(place, one) for place, one in enumerate(of_ranks)]
+        for name in self.names.values() if "model" in base else ():
             for rank, old in enumerate(olds):
                 if not is_same_state(old["model"].get(name), olds[0]["model"].get(name)):
                     raise ConfigurationError(
@@ -296,22 +344,24 @@ class Run:
                     )
         return base
 
-    def _redistributed(self, optim: Any, olds: Sequence[State]) -> State:
-        base = olds[self._rank % len(olds)]
+    def redistributed(self, place: int, states: Sequence[State]) -> State:
+        """The state of an optimizer, by its place, from those of all old ranks."""
+        optim, olds = self.optimizers[place], StatesOfRanks.given(states)
+        base = self.rank % len(olds)
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**base, "own": merged([old["own"] for old in olds])}
+            return {**olds[base], "own": merged([old["own"] for old in olds])}
         if isinstance(optim, LocalSGD):
-            own = [old["state"] for old in olds]
-            return {**base, "state": LocalSGD.redistribute(own, rank=self._rank, ranks=self._ranks)}
-        return base
+            own = LocalSGD.redistribute(olds.of("state"), rank=self.rank, ranks=self.ranks)
+            return {**olds.without(base, "state"), "state": own}
+        return dict(olds[base])
 
 
 def _check_keys(state: object, least: Collection[str]) -> None:
     """Raises: ConfigurationError: ``state`` is no state of this version, or lacks one of these keys."""
-    if not isinstance(state, Mapping) or not set(least) <= set(state) <= _KEYS or state["version"] != _VERSION:
+    if not isinstance(state, Mapping) or not set(least) <= set(state) <= _KEYS or state["version"] != VERSION:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigurationError(
-            f"this is not what overlap.state_dict(ddp, optim) returns (version {_VERSION}): {found}"
+            f"this is not what overlap.state_dict(ddp, optim) returns (version {VERSION}): {found}"
         )
 
 
@@ -387,26 +437,3 @@ def _load_in_saved_dtypes(optim: Any, saved: State) -> None:
             loaded = optim.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
                 optim.state[parameter][name] = value.to(loaded.device, copy=True)
-
-
-def _snapshot(value: Any, where: str) -> Any:
-    """A copy of a nested state with its tensors in CPU memory, which ``torch.load(weights_only=True)`` takes.
-
-    Raises:
-        ConfigurationError: something in it is neither a tensor nor a plain value; ``where`` names it.
-    """
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _snapshot(one, f"{where}[{key!r}]") for key, one in value.items()}
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, (list, tuple, set)):
-        members = [_snapshot(one, f"{where}[{place}]") for place, one in enumerate(value)]
-        return members if isinstance(value, list) else tuple(members) if isinstance(value, tuple) else set(members)
-    if hasattr(value, "dtype") and hasattr(value, "item"):  # A number of NumPy.
-        return _snapshot(value.item(), where)
-    raise ConfigurationError(
-        f"{where} is a {type(value).__name__}, which is neither a tensor nor a plain value, so "
-        "torch.load(weights_only=True) would refuse it: keep it apart, or as numbers and tensors"
-    )

@@ -1,37 +1,46 @@
-"""The states of all ranks as one object, for frameworks that save one file for all."""
+"""A run for code that calls ``state_dict`` and ``load_state_dict``: PyTorch's checkpoints, and frameworks."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-from collections.abc import Mapping
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import check_ddp, check_flag
+from overlap._torch.c10d import side_group
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
-from overlap.ranks.board import agree, of_all_ranks
+from overlap.optim import ZeroRedundancyOptimizer
+from overlap.ranks.board import Agreement
+from overlap.ranks.values import mapped, receive, send, snapshot, split
 from overlap.resume.state import Optim, Run, stage_of
 
-__all__ = ["TrainState", "remembers"]
+__all__ = ["TrainState", "remembers", "states_in"]
 
 _KEY = "overlap"
+_COMMON = "common"
+_OWN = "rank {} of {} (where another number of ranks has saved, overlap.load(folder, ddp, optim) loads it)"
+_OWN_NAME = re.compile(r"(?:(.*)\.)?rank (\d+) of (\d+) \(where .*")
 
 
 class TrainState:
-    """The states of all ranks of a run, for code that saves one file and calls ``state_dict`` and ``load_state_dict``.
-
-    Frameworks save the model and the optimizer of rank 0, and silently lose the state of each rank's stages. Give them
-    this object, and that state is saved and loaded with the rest::
+    """A run for ``torch.distributed.checkpoint``, beside other values, where :func:`overlap.save` does not fit::
 
         dcp.save({"run": overlap.TrainState(ddp, optim), ...}, checkpoint_id=folder)
 
-    Call both methods on every rank; any rank may write the file. What is the same on all ranks, such as the model and a
-    plain optimizer, is stored once.
+    ``dcp.save``, ``dcp.async_save`` and, on as many ranks as have saved, ``dcp.load`` take it; :func:`overlap.load`
+    loads such a folder on any number. What is the same on all ranks, such as parameters and a plain optimizer, is
+    written once. While it is written, a rank's memory rises by its largest part.
+
+    Frameworks that save one file save the model and the optimizer of rank 0, and silently lose the state of each rank's
+    stages: give them :meth:`gathered`.
 
     Args:
         ddp: the model, with its stages registered.
@@ -52,44 +61,67 @@ class TrainState:
         self._ddp, self._optim = check_ddp(ddp), optim
         self._stages_only = check_flag("stages_only", stages_only)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, as bytes: the same on every rank.
+    def _run(self, function: str) -> Run:
+        return Run(self._ddp, self._optim, function)
 
-        Communication: two gathers on the model's process group, the second of all that ranks do not have alike.
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank adds to a file of all: one value that all ranks have in common, and one of its own. To be
+        written or copied before the next forward.
+
+        Communication: none.
 
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
-        return self.gathered(self.rank_state_dict())
+        run = self._run("state_dict")
+        common, own = _divided(run, run.state(stages_only=self._stages_only))
+        return {_COMMON: _Pickled(common), _OWN.format(run.rank, run.ranks): _Pickled(own)}
 
-    def gathered(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`state_dict` of what :meth:`rank_state_dict` has returned on each rank, with its communication."""
-        group = self._ddp.process_group
-        own = {key: _to_bytes(part) for key, part in parts.items()}
-        agree(group, "gather the state of a TrainState")
-        digests = of_all_ranks({key: hashlib.sha256(part).hexdigest() for key, part in own.items()}, group)
-        shared = {key for key in own if len({one[key] for one in digests}) == 1}
-        alone = {key: part for key, part in own.items() if key not in shared}
-        whole = {"shared": {key: own[key] for key in sorted(shared)}, "own": of_all_ranks(alone, group)}
-        return {_KEY: _to_bytes(whole)}
+    def gathered(self, parts: Mapping[str, Any] | None = None, *, to: int = 0) -> dict[str, Any] | None:
+        """One value for a file of all ranks, of tensors and plain values, on rank ``to``; ``None`` on the others.
+        :meth:`load_state_dict` takes it on any number of ranks.
+
+        Args:
+            parts: what :meth:`rank_state_dict` has returned; what it would return where ``None``.
+            to: the rank that writes the file.
+
+        Communication: one agreement, and then what is its own from each rank to rank ``to``, a tensor at a time.
+
+        Raises:
+            TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
+        """
+        with Agreement(self._ddp.process_group, "gather the state of a TrainState") as agreement:
+            run = self._run("gathered")
+            common, own = _divided(run, run.state(stages_only=self._stages_only) if parts is None else parts)
+            parted = split(own)
+            agreement.agree()
+        group = side_group(self._ddp.process_group)
+        if run.rank != to:
+            send(parted, to, group)
+            return None
+        common = snapshot(common)
+        each = [snapshot(own) if rank == to else receive(rank, group) for rank in range(run.ranks)]
+        return {_KEY: [_whole(common, one) for one in each]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's state of what :meth:`state_dict` returned, on any number of ranks.
+        """Load this rank's part of what :meth:`state_dict` returned on as many ranks, or of what :meth:`gathered`
+        returned on any number.
 
         Raises:
             ConfigurationError, TrainingLoopError: as :func:`overlap.load_state_dict`.
         """
-        if set(state_dict) != {_KEY}:
-            raise ConfigurationError(
-                f"this is not the state of a TrainState: its keys are {sorted(map(str, state_dict))}"
-            )
-        whole = _from_bytes(state_dict[_KEY])
-        states = [{key: _from_bytes(part) for key, part in {**whole["shared"], **own}.items()} for own in whole["own"]]
-        if any(map(remembers, states)):
-            run = Run(self._ddp, self._optim, "load_state_dict")
-            run.load_state_dict(run.state_of_rank(states), stages_only=self._stages_only)
+        run = self._run("load_state_dict")
+        own = _OWN.format(run.rank, run.ranks)
+        if set(state_dict) == {_KEY}:
+            states = _of_one_file(state_dict[_KEY])
+            self.load_rank_state_dict(run.state_of_rank(states) if any(map(remembers, states)) else states[0])
+        elif {_COMMON, own} <= set(state_dict):
+            common, its = (_value_of(state_dict[key]) for key in (_COMMON, own))
+            self.load_rank_state_dict(_whole(common, its))
         else:
-            self.forget()  # The framework has loaded all that there is.
+            raise ConfigurationError(
+                f"this is not the state of a TrainState with {own!r}: its keys are {sorted(map(str, state_dict))}"
+            )
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's part alone, for frameworks where each rank writes a file of its own. Without communication.
@@ -124,11 +156,75 @@ def remembers(parts: Mapping[str, Any]) -> bool:
     return "model" in parts or "optimizer" in parts or bool((parts["stages"] or {}).get("state"))
 
 
-def _to_bytes(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+class _Pickled:
+    """A value that ``torch.distributed.checkpoint`` pickles when it writes it, as a whole; loaded, it is a dict."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(mapped(self.value, _compact).items())
+
+    def __deepcopy__(self, memo: Any) -> _Pickled:
+        return _Pickled(snapshot(self.value))
+
+
+def _compact(leaf: Any) -> Any:
+    """A tensor in CPU memory that is no part of a larger one, which would be pickled as a whole."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    there = leaf.detach().cpu()
+    return there if there.untyped_storage().nbytes() == there.nbytes else there.clone()
+
+
+def _value_of(found: Any) -> Any:
+    return found.value if isinstance(found, _Pickled) else found
+
+
+def _divided(run: Run, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all ranks have in common of a rank's ``state``, by declaration, and the rest."""
+    own, common = dict(state), dict[str, Any]()
+    if "model" in state and not run.trains_apart:
+        # Buffers that DDP broadcasts are those of rank 0, whose value need not be the one that is written.
+        is_common = {name: run.has_common(name) and name in run.parameters for name in state["model"]}
+        alone = [run.is_own(n) or isinstance(one, ZeroRedundancyOptimizer) for n, one in enumerate(run.optimizers)]
+        optimizers = {str(place): one for place, one in enumerate(state["optimizer"])}
+        for part, is_own in ((common, False), (own, True)):
+            part["model"] = {name: value for name, value in state["model"].items() if is_common[name] is not is_own}
+            part["optimizer"] = {place: one for place, one in optimizers.items() if alone[int(place)] is is_own}
+    return common, own
+
+
+def _whole(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that was divided."""
+    if not common:
+        return dict(own)
+    optimizers = {**common["optimizer"], **own["optimizer"]}
+    model = {**common["model"], **own["model"]}
+    return {**own, "model": model, "optimizer": [optimizers[str(place)] for place in range(len(optimizers))]}
+
+
+def _of_one_file(found: Any) -> list[dict[str, Any]]:
+    """The states of all ranks; of version 0.1.0 in bytes."""
+    if not isinstance(found, bytes):
+        return list(found)
+    whole = _from_bytes(found)
+    return [{key: _from_bytes(part) for key, part in {**whole["shared"], **own}.items()} for own in whole["own"]]
 
 
 def _from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def states_in(names: Collection[str], read: Callable[[str], Any], run: Run) -> list[dict[str, Any]] | None:
+    """The states of a :class:`TrainState` in a folder with these ``names``, of which ``read`` returns one: of all
+    ranks, or of this one alone where as many have saved; ``None`` where there is none."""
+    for name in names:
+        if name.rpartition(".")[2] == _KEY:
+            return _of_one_file(read(name))
+        if match := _OWN_NAME.fullmatch(name):
+            prefix, ranks = f"{match[1]}." if match[1] else "", int(match[3])
+            wanted = [run.rank] if ranks == run.ranks else range(ranks)
+            common = read(prefix + _COMMON)
+            return [_whole(common, read(prefix + _OWN.format(rank, ranks))) for rank in wanted]
+    return None

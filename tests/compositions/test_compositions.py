@@ -208,6 +208,10 @@ def _file(folder: Path, name: str, rank: int) -> Path:
     return folder / f"{name}-{rank}.pt".replace(" ", "_")
 
 
+def _folder(folder: Path, name: str) -> Path:
+    return folder / name.replace(" ", "_")
+
+
 # Rounded by bucket. DDP cuts its buckets anew after its first pass, so the first one after a resume is rounded in other
 # places: as in a run whose DistributedDataParallel is built anew at the same step, and keeps its stages and optimizers.
 ROUNDED_BY_BUCKET = (
@@ -238,20 +242,21 @@ def _uninterrupted(rank: int, world_size: int, folder: Path, names: list[str], o
         ddp, optimizers = _made(SENTENCES[name], **options)
         for step in range(STEPS):
             if step == 4:
-                torch.save(_states(ddp, optimizers), _file(folder, name, rank))
+                # Written while the next steps are made.
+                written = overlap.save(_folder(folder, name), ddp, optimizers, wait=False, step=step)
                 if name in ROUNDED_BY_BUCKET and not options:
                     ddp = _wrapped_anew(ddp)
             _step(ddp, optimizers, step, rank)
         torch.save(_states(ddp, optimizers), _file(folder, f"{name}-end", rank))
+        written.result()
 
 
 def _resumed(rank: int, world_size: int, folder: Path, names: list[str], options: dict[str, Any]) -> None:
     failures = []
     for name in names:
         ddp, optimizers = _made(SENTENCES[name], seed=7, **options)
-        state = torch.load(_file(folder, name, rank), weights_only=True)
         try:
-            overlap.load_state_dict(ddp, optimizers if len(optimizers) > 1 else optimizers[0], state)
+            assert overlap.load(_folder(folder, name), ddp, optimizers) == {"step": 4}
             for step in range(4, STEPS):
                 _step(ddp, optimizers, step, rank)
             end = torch.load(_file(folder, f"{name}-end", rank), weights_only=True)

@@ -343,15 +343,27 @@ MUTANTS: dict[str, Mutant] = {
     # States.
     "the state of stages is not saved": Mutant(
         "resume/state.py",
-        '"state": self._stage.state_dict()}',
+        '"state": self.stage.state_dict()}',
         '"state": {}}',
         "resume/test_train_state.py -k snapshot",
     ),
     "the state of another rank is loaded": Mutant(
         "resume/state.py",
-        'if (state["rank"], state["ranks"]) != (self._rank, self._ranks):',
-        'if state["ranks"] != self._ranks:',
+        'if (state["rank"], state["ranks"]) != (self.rank, self.ranks):',
+        'if state["ranks"] != self.ranks:',
         "resume/test_train_state.py -k fit",
+    ),
+    "the row of another rank is read": Mutant(
+        "resume/folder.py",
+        "0 if is_same else rank, buffers[dtype], start)",
+        "0, buffers[dtype], start)",
+        "resume/test_folder.py -k loop",
+    ),
+    "what a refused load has loaded stays": Mutant(
+        "resume/folder.py",
+        "undone.callback(target.load_state_dict, copy.deepcopy(target.state_dict()))",
+        "pass",
+        "resume/test_folder.py -k fit",
     ),
     # Everything else.
     "the slower half of a race stays": Mutant(

@@ -107,10 +107,9 @@ def _purposes(ddp: Any) -> dict[str, Callable[[], Any]]:
             {"params": [torch.nn.Parameter(torch.ones(3))]}
         ),
         "consolidate the state of a ZeroRedundancyOptimizer": zero.consolidate_state_dict,
-        "save the parts of a ZeroRedundancyOptimizer": zero.sharded_state_dict,
         "register a chain": lambda: chain(AllReduce()).register(ddp).remove(),
         "enter Join": join,
-        "gather the state of a TrainState": TrainState(ddp, optim).state_dict,
+        "gather the state of a TrainState": TrainState(ddp, optim).gathered,
         "call overlap.auto": lambda: auto(model, plain, sample=batch, loss=loss, seconds=0.1, quiet=True),
     }
 

@@ -37,6 +37,7 @@ def test_a_lost_rank_is_a_clear_error() -> None:
 _ISSUE = {
     "ranks/board.py",
     "_torch/c10d.py",  # What executors launch; they wait for it.
+    "ranks/values.py",  # By failures_explained(), too.
     "join/adapters.py",  # In the block of a Join, which explains what comes out of it.
     "hooks/engine/registration.py",  # As plain DDP does, where nothing is registered any more.
 }

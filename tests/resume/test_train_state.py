@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import overlap
 from harness import assert_parity, plain_step, run_ranks, wrap
@@ -206,7 +208,8 @@ def _one_file(rank: int, folder: Path) -> None:
     """tests/resume/test_other_ranks.py has distributed checkpoints."""
     ddp, zero = _zero(rank)
     file = folder / "custom_checkpoint_0.pkl"
-    state = overlap.TrainState(ddp, _Framework(zero)).state_dict()  # type: ignore[arg-type]
+    state = overlap.TrainState(ddp, _Framework(zero)).gathered()  # type: ignore[arg-type]
+    assert (state is None) is (rank == 1)
     if rank == 0:
         torch.save(state, file)
     torch.distributed.barrier()
@@ -217,6 +220,76 @@ def _one_file(rank: int, folder: Path) -> None:
     assert_parity(overlap.state_dict(resumed, its), overlap.state_dict(ddp, zero), what="one file for all ranks")
     with pytest.raises(ConfigurationError, match="not the state of a TrainState"):
         overlap.TrainState(resumed, its).load_state_dict({"step": 1})
+
+
+def _by_dcp(rank: int, folder: Path) -> None:
+    """At the same number of ranks without communication; :func:`overlap.load` at any."""
+    for name in ("saved", "saved in the background"):
+        ddp, zero = _zero(rank)
+        expected = overlap.state_dict(ddp, zero)
+        run = {"run": overlap.TrainState(ddp, zero), "epoch": 3}
+        if name == "saved":
+            dcp.save(run, checkpoint_id=folder / name)
+        else:
+            background = torch.distributed.new_group(backend="gloo")
+            future: Any = dcp.async_save(run, checkpoint_id=folder / name, process_group=background)
+            _train(rank, ddp, zero, range(3, 4))
+            future.result()
+        resumed, its = _zero(rank, steps=0)
+        given = {"run": overlap.TrainState(resumed, its), "epoch": 0}
+        dcp.load(given, checkpoint_id=folder / name)
+        assert given["epoch"] == 3
+        assert_parity(overlap.state_dict(resumed, its), expected, what=name)
+        other, its_own = _zero(rank, steps=1)
+        assert overlap.load(folder / name, other, its_own) == {}
+        assert_parity(overlap.state_dict(other, its_own), expected, what=f"{name}, by overlap.load")
+        states: list[Any] = [None] * 2
+        torch.distributed.all_gather_object(states, expected)
+        if rank == 0:
+            _by_one(folder / name, states)
+
+
+def _of_version_0_1_0(rank: int, folder: Path) -> None:
+    """The states of all ranks in bytes, which differ or are shared, under one name."""
+
+    def packed(value: Any) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer.getvalue()
+
+    ddp, zero = _zero(rank)
+    own = overlap.state_dict(ddp, zero)
+    states: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(states, own)
+    shared = {key: packed(states[0][key]) for key in ("version", "ranks", "model")}
+    each = [{key: packed(one[key]) for key in one if key not in shared} for one in states]
+    old = {"overlap": packed({"shared": shared, "own": each})}
+    dcp.save({"run": old}, checkpoint_id=folder / "old")
+    for name in ("by TrainState", "by load"):
+        resumed, its = _zero(rank, steps=1)
+        if name == "by load":
+            overlap.load(folder / "old", resumed, its)
+        else:
+            overlap.TrainState(resumed, its).load_state_dict(old)
+        now = overlap.state_dict(resumed, its)
+        assert_parity({**now, "model": {}}, {**own, "model": {}}, what=name)
+        assert_parity(now["model"], states[0]["model"], what=f"{name}, the model")
+
+
+def _by_one(folder: Path, states: list[Any]) -> None:
+    """On one rank, which is not the number that has saved."""
+    alone = torch.distributed.new_group([0], use_local_synchronization=True)
+    resumed = []
+    for _ in range(2):
+        ddp = wrap(KEPT.model(), process_group=alone, **KEPT.ddp_options())
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, alone, lr=0.01)
+        chain(_feedback(), ZeroStep(zero)).register(ddp)
+        resumed.append((ddp, zero))
+    with pytest.raises(CheckpointException, match=r"Missing key.*overlap.load\(folder, ddp, optim\) loads it"):
+        dcp.load({"run": overlap.TrainState(*resumed[0])}, checkpoint_id=folder, process_group=alone)
+    overlap.load(folder, *resumed[0])
+    overlap.load_state_dict(*resumed[1], states)
+    assert_parity(overlap.state_dict(*resumed[0]), overlap.state_dict(*resumed[1]), what="of a list")
 
 
 def _with_ddp(rank: int, folder: Path) -> None:
@@ -306,6 +379,8 @@ CELLS: dict[str, Callable[[int, Path], None]] = {
     "every reducer resumes bit for bit": _resumes,
     "a plain optimizer resumes exactly, and another order is refused": _plain_optimizer,
     "one file for all ranks resumes each rank exactly": _one_file,
+    "PyTorch's own calls save and load it": _by_dcp,
+    "one of version 0.1.0 loads": _of_version_0_1_0,
     "hooks that are registered with DDP are saved or refused": _with_ddp,
     "what cannot be saved is named, and counters are saved before they matter": _kept,
     "the states of two optimizers are saved together": _of_two,

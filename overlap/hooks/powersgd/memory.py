@@ -12,6 +12,7 @@ from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import StageContext
+from overlap.hooks.states import StatesOfRanks, copied
 from overlap.hooks.wires import StageMemory, Wire
 from overlap.hooks.wires.feedback import check_shape, summed_errors
 
@@ -93,8 +94,8 @@ class Memory(StageMemory):
             "rank": rank,
             "ranks": ranks,
             "steps": steps,
-            "residuals": {key: residual.clone() for key, residual in self.values().items()},
-            "factors": {key: factor.clone() for key, factor in {**left, **right}.items()},
+            "residuals": {key: copied(residual) for key, residual in self.values().items()},
+            "factors": {key: copied(factor) for key, factor in {**left, **right}.items()},
             "is_left": bool(left),
             "numel": numel,
             "generator": self.generator.state(is_committed=is_committed),
@@ -129,9 +130,11 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
     Raises:
         ConfigurationError: ``rank`` is out of range, a state is missing, or states do not belong together.
     """
-    for state in states:
+    given = StatesOfRanks.given(states)
+    for state in () if given.is_whole else states:
         _check_form(state)
-    if len(steps := {state["steps"] for state in states}) > 1:
+    if not given.is_whole and len(steps := {state["steps"] for state in states}) > 1:
         raise ConfigurationError(f"states of different runs or steps, after {sorted(steps)} steps")
     residuals = summed_errors(states, "residuals", rank=rank, ranks=ranks, times=ranks / max(1, len(states)))
-    return {**states[0], "residuals": residuals, "rank": rank, "ranks": ranks, "generator": None}
+    alike = given.without(0, "residuals", "generator")
+    return {**alike, "residuals": residuals, "rank": rank, "ranks": ranks, "generator": None}

@@ -23,6 +23,7 @@ from overlap._torch.device import has_streams, hold, storage_key
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.stage import StageContext
+from overlap.hooks.states import StatesOfRanks, copied
 from overlap.hooks.wires.codec import Wire
 from overlap.ranks.machines import Levels, levels_of
 
@@ -239,7 +240,7 @@ class StageMemory:
         ``rank`` and number of ``ranks`` that they belong to."""
         state: dict[str, Any] = {}
         if self.has_feedback:
-            state["error"] = {name: error.clone() for name, error in self.values().items()}
+            state["error"] = {name: copied(error) for name, error in self.values().items()}
         if (generator := self.generator.state(is_committed=self._learns_of_steps)) is not None:
             state["generator"] = generator
         if state and self.place is not None:
@@ -327,7 +328,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
         ConfigurationError: ``rank`` is out of range, a state is missing, or states do not belong together.
     """
     errors = summed_errors(states, "error", rank=rank, ranks=ranks)
-    alike = {key: value for key, value in states[0].items() if key not in ("error", "generator")}
+    alike = StatesOfRanks.given(states).without(0, "error", "generator")
     return {**alike, "error": errors, "rank": rank, "ranks": ranks}
 
 
@@ -337,16 +338,23 @@ def summed_errors(
     """The errors ``state[key]`` of ``rank`` of ``ranks``, as for :func:`redistribute`, ``times`` a number."""
     if not 0 <= rank < ranks:
         raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
-    if any(state.get("rank") is None or state.get("ranks") is None for state in states):
-        raise ConfigurationError("a state does not say its rank: it was saved before the first pass of its stage")
-    by_rank = {state["rank"]: state for state in states}
-    sizes = sorted({state["ranks"] for state in states})
-    if len(sizes) != 1 or len(by_rank) != len(states) or sorted(by_rank) != list(range(sizes[0])):
-        raise ConfigurationError(
-            f"redistribute needs the state of every old rank once, but was given ranks {sorted(by_rank)} of {sizes}"
-        )
+    given = StatesOfRanks.given(states)
+    places = range(len(given)) if given.is_whole else _places(states)
     sums: dict[str, Tensor] = {}
-    for old in range(rank, sizes[0], ranks):
-        for name, error in by_rank[old].get(key, {}).items():
+    for old in range(rank, len(given), ranks):
+        for name, error in given.of(key)[places[old]].items():
             sums[name] = sums[name] + error if name in sums else error
     return {name: total * times for name, total in sums.items()}
+
+
+def _places(states: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+    """Where the state of each old rank is. Raises: ConfigurationError: they are not those of all ranks, each once."""
+    if any(state.get("rank") is None or state.get("ranks") is None for state in states):
+        raise ConfigurationError("a state does not say its rank: it was saved before the first pass of its stage")
+    found = [state["rank"] for state in states]
+    sizes = sorted({state["ranks"] for state in states})
+    if sizes != [len(states)] or sorted(found) != list(range(len(states))):
+        raise ConfigurationError(
+            f"redistribute needs the state of every old rank once, but was given ranks {sorted(set(found))} of {sizes}"
+        )
+    return [found.index(rank) for rank in range(len(states))]

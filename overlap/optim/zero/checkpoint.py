@@ -1,11 +1,11 @@
-"""The sharded state, which is saved in pieces and can be loaded on another number of ranks.
+"""The sharded state in pieces, which can be loaded on another number of ranks.
 
 A value with one element for every element of a parameter is a flat piece named by the elements that it holds, in the
 order of the parameter's memory: ``3/exp_avg/0:512``. Other values, such as ``3/step``, are the same on every rank that
 has them. ``manifest`` has what belongs to no parameter, and how the parameters lay in memory. A reader finds the pieces
 that overlap with its own elements, and reads only these. All forms of a saved state are made of pieces:
 
-- :meth:`ShardedState.to_save`, for ``torch.distributed.checkpoint``, whose files have the pieces of all ranks;
+- the folder of ``overlap.save``, where each piece is in boxes of the parameter's own shape;
 - the pieces of one rank, in ``overlap.state_dict``, which that rank loads as they are; :func:`merged`, those of all
   ranks are for any number of them;
 - :meth:`ShardedState.consolidate`, where one rank puts together those of all to the ``state_dict()`` of the plain
@@ -15,10 +15,7 @@ that overlap with its own elements, and reads only these. All forms of a saved s
 from __future__ import annotations
 
 import copy
-import io
 import itertools
-import os
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,22 +26,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap._torch.c10d import side_group
+from overlap.errors import ConfigurationError
 from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, options_of
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
-from overlap.ranks.board import Agreement, of_all_ranks, on_rank
+from overlap.ranks.values import Split, receive, send, snapshot, split
 
-__all__ = ["Pieces", "ShardedState", "merged", "packed"]
+__all__ = ["MANIFEST", "Pieces", "ShardedState", "entries_of", "merged", "needed", "packed", "place_of"]
 
 Pieces = Mapping[str, Any]
 
-_MANIFEST = "manifest"
+MANIFEST = "manifest"
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
-# In a file, at the end of a name: the value is not a tensor, and is saved in the form of one.
-_PACKED = "/packed"
-_NAME = re.compile(rf"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):(?P<end>\d+)|{_PACKED})?")
-_NO_STATE = "has no state yet: save zero.sharded_state_dict(), and zero.load_sharded(folder)"
+_NAME = re.compile(r"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):(?P<end>\d+))?")
+_NO_STATE = "has no state yet: save with overlap.save(folder, ddp, zero), and load with overlap.load(folder, ddp, zero)"
 _CPU = torch.device("cpu")
 # Of the parameters whose state is gathered at a time.
 _BLOCK_BYTES = 16 * 2**20
@@ -72,9 +68,9 @@ class ShardedState:
         own = self.optimizer.state_dict()
         chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
         found: dict[str, Any] = {
-            _MANIFEST: {
+            MANIFEST: {
                 "state": as_plain({key: value for key, value in own["state"].items() if key not in range(len(chunks))}),
-                "entries": as_plain(_entries(own)),
+                "entries": as_plain(entries_of(own)),
                 "options": [as_plain(options_of(group)) for group in self.param_groups],
                 "dtypes": [shard.dtype for shard in self.shards],
                 "strides": [list(shard.strides) for shard in self.shards],
@@ -90,7 +86,7 @@ class ShardedState:
             check_divisible(self.optimizer, shard, state, shard.own.shape)
             if shard.has_master:
                 state = {**state, _MASTER: shard.own}
-            found |= _named(index, state, shard.own.shape, _needed(shard), shard.strides)
+            found |= _named(index, state, shard.own.shape, needed(shard), shard.strides)
         return found
 
     def without_values(self) -> dict[str, Any]:
@@ -99,76 +95,76 @@ class ShardedState:
         ``torch.distributed.checkpoint.load`` loads what it finds in a ``state_dict()``, which is nothing; with this
         entry, which no checkpoint has, it fails.
         """
-        manifest = self.pieces()[_MANIFEST]
+        manifest = self.pieces()[MANIFEST]
         return {"state": dict(manifest["state"]), **manifest["entries"], _NO_STATE: None}
 
-    def to_save(self) -> dict[str, Any]:
-        """This rank's pieces for ``torch.distributed.checkpoint``, all of them tensors or numbers."""
-        rank = self.process_group.rank()
-        saved: dict[str, Any] = {}
-        for name, value in self.pieces().items():
-            if name == _MANIFEST:
-                saved |= {name: _to_tensor(value)} if rank == 0 else {}
-            elif isinstance(value, (dict, list, tuple)):
-                saved[name + _PACKED] = _to_tensor(value)
-            # An empty piece is written only if there is no other one to show that the value exists.
-            elif not isinstance(value, Tensor) or value.numel() or (name.endswith("/0:0") and rank == 0):
-                saved[name] = value
-        return saved
+    def blocks(self, pieces: Pieces, to: int | None) -> list[tuple[Pieces, Split]]:
+        """``pieces`` in parts for :meth:`consolidate`, of blocks of parameters after what belongs to none.
 
-    def consolidate(self, to: int | None, pieces: Pieces) -> dict[str, Any] | None:
-        """Gather the state, of which this rank has ``pieces``, in the form of the plain optimizer on rank ``to``, or on
-        all ranks, by one gather for each block of parameters; returns ``None`` on the other ranks. The groups are left
-        out.
+        Raises:
+            ConfigurationError: there is no rank ``to``, or a piece is neither tensors nor plain values.
         """
-        group, ranks = self.process_group, self.process_group.size()
+        ranks = self.process_group.size()
         if to is not None and not 0 <= to < ranks:
             raise ConfigurationError(
                 f"consolidate_state_dict(to={to}): ranks of the group are 0 to {ranks - 1}, and None stands for all"
             )
         ends_bytes = list(itertools.accumulate(shard.parameter.nbytes for shard in self.shards))
-        blocks: dict[int, dict[str, Any]] = {end // _BLOCK_BYTES: {} for end in ends_bytes}
+        blocks: dict[int, dict[str, Any]] = {-1: {}, **{end // _BLOCK_BYTES: {} for end in ends_bytes}}
         for name, value in pieces.items():
-            if name != _MANIFEST:
-                blocks[ends_bytes[int(name.partition("/")[0])] // _BLOCK_BYTES][name] = value
-        whole: dict[str, Any] | None = None
-        failure: ConfigurationError | None = None
-        for block in blocks.values():
-            mine = cloned({_MANIFEST: pieces[_MANIFEST], **block}, device=_CPU)
-            gathered = of_all_ranks(mine, group) if to is None else on_rank(to, mine, group)
-            if gathered is None or failure is not None:
-                continue  # The other ranks gather all blocks.
-            everyone = merged(gathered)
-            whole = whole or {"state": everyone[_MANIFEST]["state"], **everyone[_MANIFEST]["entries"]}
+            number = -1 if name == MANIFEST else ends_bytes[place_of(name)[0]] // _BLOCK_BYTES
+            blocks[number][name] = value
+        return [(block, split(block, "zero.state")) for block in blocks.values()]
+
+    def consolidate(self, to: int | None, blocks: Sequence[tuple[Pieces, Split]]) -> dict[str, Any] | None:
+        """Put the state together in the form of the plain optimizer on rank ``to``, or on all ranks, to which each rank
+        sends its tensors of one block of parameters after another; ``None`` on the other ranks. The groups are left
+        out."""
+        group, rank, ranks = side_group(self.process_group), self.process_group.rank(), self.process_group.size()
+        root, parts = to or 0, list[dict[str, Any]]()
+        manifest: dict[str, Any] = {}
+        for pieces, message in blocks:
+            if rank != root:
+                send(message, root, group)
+                parts += [receive(root, group)] if to is None else []
+                continue
+            everyone = merged([snapshot(pieces) if one == rank else receive(one, group) for one in range(ranks)])
+            manifest = manifest or everyone[MANIFEST]
             try:
-                whole["state"] |= self._joined(everyone, is_whole=True)
+                state = self._joined({**everyone, MANIFEST: manifest}, is_whole=True)
+                parts.append({"state": state} if parts else {**manifest["entries"], "state": manifest["state"]})
             except ConfigurationError as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        return whole
+                parts.append({"failure": str(error), "state": {}})
+            for one in range(ranks) if to is None else ():
+                if one != rank:
+                    send(split(parts[-1]), one, group)
+        for part in parts:
+            if "failure" in part:
+                raise ConfigurationError(part["failure"])
+        states = {key: value for part in parts for key, value in part["state"].items()}
+        return {**parts[0], "state": states} if parts else None
 
     # Loading.
 
     def check_pieces(self, pieces: Pieces) -> None:
         """Raises: ConfigurationError: ``pieces`` are of other parameters, or lack elements of this rank."""
-        self._check_manifest(pieces[_MANIFEST])
-        self._places(pieces)
+        self._check_manifest(pieces[MANIFEST])
+        for name, (index, key, held) in self._places(pieces).items():
+            shard, value = self.shards[index], pieces[name]
+            if key == _MASTER and not shard.has_master:
+                raise ConfigurationError(
+                    f"the state has a copy of {shard.name} in {value.dtype}, from which it was stepped, and this "
+                    f"optimizer keeps none: give ZeroRedundancyOptimizer master_dtype={value.dtype}, with parameters "
+                    "of the dtype that they had"
+                )
+            if held is None:
+                check_divisible(self.optimizer, shard, {key: value}, (shard.range[1] - shard.range[0],))
 
     @torch.no_grad()
     def load_pieces(self, pieces: Pieces) -> None:
         """Replace the state, masters and hyperparameters of this rank by those in ``pieces``, which have passed
         :meth:`check_pieces`, after the model's parameters."""
-        manifest, state = pieces[_MANIFEST], self._joined(pieces)
-        for index, values in state.items():
-            shard = self.shards[index]
-            if _MASTER in values and not shard.has_master:
-                raise ConfigurationError(
-                    f"the state has a copy of {shard.name} in {values[_MASTER].dtype}, from which it was stepped, and "
-                    "this optimizer keeps none: give ZeroRedundancyOptimizer master_dtype="
-                    f"{values[_MASTER].dtype}, with parameters of the dtype that they had"
-                )
-            check_divisible(self.optimizer, shard, values, (shard.range[1] - shard.range[0],))
+        manifest, state = pieces[MANIFEST], self._joined(pieces)
         dtypes = manifest["dtypes"] or [None] * len(self.shards)
         loaded = {**self.optimizer.state_dict(), **cloned(manifest["entries"]), "state": cloned(manifest["state"])}
         owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
@@ -191,47 +187,6 @@ class ShardedState:
             _keep_values(given, now, chunk, is_as_saved=dtypes[owned[id(chunk)][0]] == chunk.dtype)
         copy_options(self.optimizer.param_groups, self.param_groups)
 
-    def load_checkpoint(self, checkpoint: Any, key: str) -> None:
-        """Load this rank's part of a :meth:`to_save` of any number of ranks, saved under ``key``."""
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
-        prefix = f"{key}." if key else ""
-        try:
-            saved = reader.read_metadata().state_dict_metadata
-        except FileNotFoundError as error:
-            raise ConfigurationError(
-                f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint"
-            ) from error
-        if not isinstance(saved.get(prefix + _MANIFEST), TensorStorageMetadata):
-            raise ConfigurationError(
-                f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
-            )
-
-        def read(names: Iterable[str]) -> dict[str, Any]:
-            wanted: dict[str, Any] = {}
-            for name in names:
-                found = saved[prefix + name]
-                wanted[prefix + name] = None
-                if isinstance(found, TensorStorageMetadata):
-                    wanted[prefix + name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
-            load(wanted, storage_reader=reader, process_group=self.process_group)
-            return {
-                name.removesuffix(_PACKED): _from_tensor(wanted[prefix + name])
-                if name.endswith((_PACKED, _MANIFEST))
-                else wanted[prefix + name]
-                for name in names
-            }
-
-        pieces = read([_MANIFEST])
-        with Agreement(self.process_group, "load the parts of a ZeroRedundancyOptimizer") as agreement:
-            self._check_manifest(pieces[_MANIFEST])
-            places = self._places(name.removeprefix(prefix) for name in saved if name.startswith(prefix))
-            agreement.agree()
-        self.load_pieces({**pieces, **read(sorted(places))})
-
     def load_whole(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> None:
         """Load this rank's part of a state in the form of the plain optimizer; ``dtypes`` are those in which the
         parameters were stepped, if known.
@@ -247,24 +202,29 @@ class ShardedState:
             )
         groups = state_dict["param_groups"]
         keys = [key for group in groups for key in group["params"]]
-        manifest = {
-            "state": {key: value for key, value in state_dict["state"].items() if key not in keys},
-            "entries": _entries(state_dict),
-            "options": [options_of(group) for group in groups],
-            "dtypes": dtypes,
-            "strides": [shard.parameter.stride() for shard in self.shards],
-            "groups": [len(group["params"]) for group in groups],
-            "shapes": [list(shard.parameter.shape) for shard in self.shards],
-        }
+        rest = {key: value for key, value in state_dict["state"].items() if key not in keys}
+        manifest = self.manifest(
+            state=rest,
+            entries=entries_of(state_dict),
+            options=[options_of(group) for group in groups],
+            groups=[len(group["params"]) for group in groups],
+            dtypes=dtypes,
+        )
         self._check_manifest(manifest)
-        pieces: dict[str, Any] = {_MANIFEST: manifest}
+        pieces: dict[str, Any] = {MANIFEST: manifest}
         for index, (shard, key) in enumerate(zip(self.shards, keys, strict=True)):
             state, parameter = state_dict["state"].get(key, {}), shard.parameter
             check_divisible(self.optimizer, shard, state, parameter.shape)
             pieces |= _named(index, state, parameter.shape, (0, parameter.numel()), parameter.stride())
+        self.check_pieces(pieces)
         self.load_pieces(pieces)
 
     # Pieces.
+
+    def manifest(self, **given: Any) -> dict[str, Any]:
+        """That of pieces of parameters that lie in memory as they do here."""
+        shapes = [list(shard.parameter.shape) for shard in self.shards]
+        return {**given, "strides": [shard.parameter.stride() for shard in self.shards], "shapes": shapes}
 
     def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
         groups = [len(group["params"]) for group in self.param_groups]
@@ -295,17 +255,16 @@ class ShardedState:
         places: dict[str, tuple[int, str, Range | None]] = {}
         missing: dict[tuple[int, str], int] = {}
         for name in names:
-            if (match := _NAME.fullmatch(name)) is None:
+            if name == MANIFEST:
                 continue
-            index, key = int(match["index"]), match["key"]
+            index, key, held = place_of(name)
             shard = self.shards[index]
             if not is_whole and shard.own is None:
                 continue
-            if match["start"] is None:
+            if held is None:
                 places[name] = index, key, None
                 continue
-            start, end = _needed(shard, is_whole=is_whole)
-            held = int(match["start"]), int(match["end"])
+            start, end = needed(shard, is_whole=is_whole)
             common = min(end, held[1]) - max(start, held[0])
             missing[index, key] = missing.get((index, key), end - start) - max(0, common)
             if common > 0 or start == end:
@@ -329,7 +288,7 @@ class ShardedState:
             if held is None:
                 values[key] = cloned(value)
                 continue
-            start, end = _needed(self.shards[index], is_whole=is_whole)
+            start, end = needed(self.shards[index], is_whole=is_whole)
             if (index, key) not in flat:
                 flat[index, key] = values[key] = torch.empty(end - start, dtype=value.dtype, device=value.device)
             first, last = max(start, held[0]), min(end, held[1])
@@ -338,7 +297,7 @@ class ShardedState:
         for (index, key), joined in flat.items():
             shard = self.shards[index]
             if is_whole or shard.is_whole:
-                strides = pieces[_MANIFEST]["strides"][index]
+                strides = pieces[MANIFEST]["strides"][index]
                 state[index][key] = joined.as_strided(shard.parameter.size(), strides)
         return state
 
@@ -394,7 +353,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def _entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def entries_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", _NO_STATE)}
 
 
@@ -429,25 +388,14 @@ def _named(
         yield f"{index}/{key}/{held[0]}:{held[1]}", flatten(flat)
 
 
-def _needed(shard: Shard, *, is_whole: bool = False) -> Range:
+def place_of(name: str) -> tuple[int, str, Range | None]:
+    """The parameter, the key and the elements of the piece of this name."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    held = None if match["start"] is None else (int(match["start"]), int(match["end"]))
+    return int(match["index"]), match["key"], held
+
+
+def needed(shard: Shard, *, is_whole: bool = False) -> Range:
     """The elements of ``shard`` in this rank's state, or in that of the ``is_whole`` parameter."""
     return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range
-
-
-def _to_tensor(value: Any) -> Tensor:
-    """The pickled value. Raises: UnsupportedError: :func:`_from_tensor` could not read it."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    tensor = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    try:
-        _from_tensor(tensor)
-    except pickle.UnpicklingError as error:
-        raise UnsupportedError(
-            f"{value!r} has values that torch.load(weights_only=True) does not read: keep numbers, strings and tensors "
-            f"in the options and the state, or torch.serialization.add_safe_globals([...]) their classes ({error})"
-        ) from error
-    return tensor
-
-
-def _from_tensor(tensor: Tensor) -> Any:
-    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -55,9 +54,6 @@ from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
 from overlap.optim.zero.shards import Owners, Shard, copy_from_masters, copy_options, flatten
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, are_alike, group_all_reduce, group_broadcast, of_all_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.storage import StorageReader
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -657,7 +653,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Args:
             to: the rank of the group that gets the state; ``None`` for all ranks.
 
-        Communication: gathers of at most about 64 MB of state each.
+        Communication: one agreement, and then what is its own from each rank, a tensor at a time, over a Gloo group.
 
         Raises:
             ConfigurationError: the group has no rank ``to``.
@@ -667,9 +663,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
         with Agreement(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as agreement:
             state = self.sharded_state()
-            pieces = state.pieces()
+            blocks = state.blocks(state.pieces(), to)
             agreement.agree()
-            whole = state.consolidate(to, pieces)
+            whole = state.consolidate(to, blocks)
         # That of another rank takes nothing away from this one.
         if whole is not None or not self.consolidated:
             self.consolidated[:] = [whole or {}]
@@ -689,7 +685,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             raise TrainingLoopError(
                 "the state is divided among the ranks, and was not consolidated since it last changed: call "
                 f"consolidate_state_dict(to={self.rank}), or to=None for all ranks, on every rank right before "
-                "state_dict(), or save sharded_state_dict() instead"
+                "state_dict(); overlap.save(folder, ddp, zero) needs no such call"
             )
         (whole,) = self.consolidated
         return run_state_hooks(self, "state_dict_post", packed(whole, self.param_groups)) if whole else {}
@@ -708,27 +704,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             # Accelerate loads the state of a new optimizer, which leaves it as it was.
             self.consolidated[:] = [state.without_values()]
         run_state_hooks(self, "load_state_dict_post")
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part, for ``torch.distributed.checkpoint.save``; any number of ranks can :meth:`load_sharded`
-        it."""
-        with Agreement(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as agreement:
-            saved = self.sharded_state().to_save()
-            agreement.agree()
-            return saved
-
-    def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:
-        """Load a saved :meth:`sharded_state_dict`, of any number of ranks; call it on every rank.
-
-        Args:
-            checkpoint: the ``checkpoint_id`` (a folder), or a reader of it.
-            key: its key in the saved dict.
-
-        Raises:
-            ConfigurationError: nothing is saved there, or it belongs to other parameters.
-        """
-        self.prepare_to_load()
-        self.sharded_state().load_checkpoint(checkpoint, key)
 
     def prepare_to_load(self) -> None:
         """The state is about to be replaced.

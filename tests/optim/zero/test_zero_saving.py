@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
+import overlap
 from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import DTYPES, EMPTY, MLP, Case, mean_squared_error
 from harness.third_party import BlockwiseAdamW
@@ -91,14 +91,9 @@ def _leg_of(rank: int, case: Case, cls: Any, options: dict[str, Any], partition:
     ddp = wrap(case.model(), **case.ddp_options())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, partition=partition, **options)
     if stop > 2:
-        model = {"model": ddp.module.state_dict()}
-        dcp.load(model, checkpoint_id=folder / str(stop - 2))
-        ddp.module.load_state_dict(model["model"])
-        zero.load_sharded(folder / str(stop - 2), key="optimizer")
+        overlap.load(folder / str(stop - 2), ddp, zero)
     _train(ddp, zero, stop - 2, stop, case)
-    dcp.save(
-        {"model": ddp.module.state_dict(), "optimizer": zero.sharded_state_dict()}, checkpoint_id=folder / str(stop)
-    )
+    overlap.save(folder / str(stop), ddp, zero)
     whole = _whole(zero)
     if rank == 0:
         torch.save(whole, folder / "optimizer.pt")
@@ -170,7 +165,7 @@ def _who_has_it(rank: int, world_size: int, folder: Path) -> None:
     zero.load_state_dict(fresh)
     assert zero.state_dict() == fresh
     dcp.save({"optimizer": torch.optim.Adam(MLP.model().parameters())}, checkpoint_id=folder)
-    with pytest.raises(CheckpointException, match=r"Missing key.*zero\.load_sharded\(folder\)"):
+    with pytest.raises(CheckpointException, match=r"Missing key.*overlap\.load\(folder, ddp, zero\)"):
         dcp.load({"optimizer": zero}, checkpoint_id=folder)
     _train(ddp, zero, 0, 1)
     with pytest.raises(TrainingLoopError, match=rf"not consolidated.*consolidate_state_dict\(to={rank}\)"):
@@ -227,17 +222,16 @@ def test_hooks_of_state_dicts_run() -> None:
 
 
 def _does_not_fit(rank: int, world_size: int, folder: Path) -> None:
-    model = MLP.model()
+    ddp = wrap(MLP.model())
+    model = ddp.module
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
-    dcp.save({"optimizer": zero.sharded_state_dict()}, checkpoint_id=folder)
-    fewer = ZeroRedundancyOptimizer(list(MLP.model().parameters())[:4], torch.optim.Adam)
-    small = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(8)) for _ in range(10)], torch.optim.Adam)
+    _train(ddp, zero, 0, 1)
+    overlap.save(folder, ddp, zero)
+    fewer = ZeroRedundancyOptimizer(list(model.parameters())[:4], torch.optim.Adam)
     plain = torch.optim.SGD(list(model.parameters())[:4], lr=1.0)
     refused: list[tuple[Callable[[], None], str]] = [
-        (lambda: zero.load_sharded(folder, key="optim"), "key='optim'"),
-        (lambda: zero.load_sharded(folder / "nowhere", key="optimizer"), "nowhere is not a checkpoint"),
-        (lambda: fewer.load_sharded(folder, key="optimizer"), r"\[10\] parameters, but this optimizer has \[4\]"),
-        (lambda: small.load_sharded(folder, key="optimizer"), r"shape in the checkpoint is \[16, 16\], here \[8\]"),
+        (lambda: overlap.load(folder / "nowhere", ddp, zero), "nowhere has no whole checkpoint"),
+        (lambda: overlap.load(folder, ddp, fewer), "of other parameters: group 0 adds 4.weight"),
         (lambda: zero.load_state_dict(plain.state_dict()), r"groups of \[4\]"),
         (lambda: zero.load_state_dict(model.state_dict()), "not a state_dict of an optimizer"),
     ]
