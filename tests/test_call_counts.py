@@ -16,14 +16,13 @@ from harness import run_ranks, wrap
 from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
 _PACKAGE = str(Path(overlap.__file__).parent)
-_WARM_UP, _COUNTED = 4, 3
+_WARM_UP, _COUNTED = 4, 6
 
-# At most so many calls a step of ten layers of 192 x 192 in four buckets, on two ranks. A few vary: whether the worker
-# still has something when the loop asks.
-MOST = {"AllReduce, Step": 253, "ZeroStep": 630, "ZeroStep, gather in forward": 785}
-# The same for one bucket more: a sixth of the calls that ten buckets take above four, which is a whole number but for
-# those few.
-MOST_A_BUCKET = {"AllReduce, Step": 35, "ZeroStep": 122, "ZeroStep, gather in forward": 135}
+# At most so many calls a step of ten layers of 192 x 192 in four buckets, on two ranks. A few vary, whether the worker
+# still has something when the loop asks, so the step with the fewest counts.
+MOST = {"AllReduce, Step": 227, "ZeroStep": 613, "ZeroStep, gather in forward": 767}
+# The same for one bucket more: a sixth of the calls that ten buckets take above four.
+MOST_A_BUCKET = {"AllReduce, Step": 26, "ZeroStep": 119, "ZeroStep, gather in forward": 132}
 _CAPS_MB = {4: 0.4, 10: 0.1}
 
 
@@ -75,13 +74,13 @@ def _counts(rank: int, world_size: int, name: str, buckets: int) -> list[int]:
     return counts[_WARM_UP:]
 
 
-def _most(name: str, buckets: int) -> int:
-    return max(max(counts) for counts in run_ranks(_counts, 2, name, buckets))
+def _fewest(name: str, buckets: int) -> int:
+    return max(min(counts) for counts in run_ranks(_counts, 2, name, buckets))
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_step_and_a_bucket_make_few_calls(name: str) -> None:
-    four, ten = _most(name, 4), _most(name, 10)
+    four, ten = _fewest(name, 4), _fewest(name, 10)
     assert four <= MOST[name]
     assert round((ten - four) / 6) <= MOST_A_BUCKET[name], f"{(ten - four) / 6:.1f}"
 
