@@ -39,7 +39,6 @@ else:
     __getattr__, __dir__ = _lazy_names(__name__, _PARTS)
 
 __all__ = [
-    "AllGather",
     "AllReduce",
     "BFloat16",
     "Bucket",
@@ -60,7 +59,6 @@ __all__ = [
     "OverlappedOptimizer",
     "PowerSGD",
     "Quantize",
-    "ReduceScatter",
     "SkipNonFinite",
     "Stage",
     "Step",
@@ -74,10 +72,12 @@ __all__ = [
     "checkpoint_wrapper",
     "declare",
     "hook_then_optimizer",
+    "load",
     "load_state_dict",
     "offload_wrapper",
     "register",
     "route",
+    "save",
     "state_dict",
 ]
 
