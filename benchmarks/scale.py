@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import host_cost
 from benchmarks.host_cost import ADAMW, Operators, calls_counted, model_on, step, timed
 from benchmarks.pages import in_columns, in_markdown, write_between
 from benchmarks.recipes import Recipe, reduced, sharded
@@ -33,6 +34,7 @@ _calls, _operators, _tensors = map(operator.attrgetter, ("calls", "operators", "
 METHODS: dict[str, Recipe] = {
     "AllReduce": reduced(AllReduce),
     "Cast(bfloat16)": reduced(lambda: Cast(torch.bfloat16, AllReduce())),
+    "DivideByCount, AllReduce": host_cost.METHODS["DivideByCount, AllReduce"][1],
     "PowerSGD(rank=4)": reduced(lambda: PowerSGD(rank=4)),
     "Quantize(Int8())": reduced(lambda: Quantize(Int8())),
     "Quantize(Int4()), feedback": reduced(lambda: Quantize(Int4(), error_feedback=True)),

@@ -21,7 +21,15 @@ _BUCKETS = {"ZeroStep, by parameter": 1}
 
 
 @pytest.mark.parametrize(
-    "method", ["ZeroStep", "ZeroStep, in forward", "ZeroStep, by parameter", "Quantize(Int8())", "PowerSGD(rank=4)"]
+    "method",
+    [
+        "ZeroStep",
+        "ZeroStep, in forward",
+        "ZeroStep, by parameter",
+        "Quantize(Int8())",
+        "PowerSGD(rank=4)",
+        "DivideByCount, AllReduce",
+    ],
 )
 def test_a_step_makes_as_many_calls_and_operators_and_keeps_as_many_tensors_at_512_ranks_as_at_8(
     method: str, monkeypatch: pytest.MonkeyPatch
