@@ -131,7 +131,7 @@ class Boxes:
     def _of(cls, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[tuple[int, ...], Any]) -> Boxes:
         whole = torch.Size(shape)
         if not parts and not whole.numel():  # A box without elements says that there is such a tensor.
-            parts = {(0,) * len(whole): (whole, lambda: torch.empty(whole, dtype=dtype))}
+            parts = {(0,) * len(whole): (whole, lambda: torch.empty(whole, dtype=dtype, device="cpu"))}
         return cls(whole, dtype, {torch.Size(o): (torch.Size(z), made) for o, (z, made) in parts.items()})
 
     def share(self, name: str, rank: int, ranks: int) -> Boxes:

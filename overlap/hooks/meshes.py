@@ -230,7 +230,7 @@ class ReplicaRuntime(Runtime):
             rank = (found - 2) % dist.get_world_size()
             finished.fail(PeerError(f"rank {rank}, which has another shard of this replica, failed: see its error"))
         elif found:
-            self._are_finite.append(torch.tensor(False))
+            self._are_finite.append(torch.tensor(False, device="cpu"))
 
     def _conclude(self, finished: BackwardPass) -> BaseException | None:
         if finished.error is not None:
@@ -393,7 +393,7 @@ class ReplicaRegistration(Registration):
                     made[_MARK + rest] = ""
             elif not _is_shard(path):
                 if path[-1] == own:
-                    made[_MARK + rest] = torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
+                    made[_MARK + rest] = torch.empty(saved[key].size, dtype=saved[key].properties.dtype, device="cpu")
             elif path[-1] not in self._shards:
                 raise ConfigurationError(f"the state has errors of {path[-1]}, which the model does not have")
             elif is_own:

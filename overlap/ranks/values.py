@@ -57,7 +57,7 @@ def split(value: Any, where: str = "state_dict()") -> tuple[Any, list[Tensor]]:
         is_number = type(one) is int and -(2**63) <= one < 2**63
         if not is_number and not isinstance(one, Tensor):
             return one
-        leaves.append(torch.tensor(one) if is_number else one.detach())
+        leaves.append(torch.tensor(one, device="cpu") if is_number else one.detach())
         return _NUMBER if is_number else torch.empty(one.shape, dtype=one.dtype, device="meta")
 
     return mapped(value, leaf, where), leaves
@@ -80,7 +80,7 @@ def sizes_of(skeleton: Any) -> Counter[torch.dtype]:
 
     def take(dtype: torch.dtype, shape: torch.Size) -> Tensor:
         sizes[dtype] += shape.numel()
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     joined(skeleton, take)
     return sizes
@@ -110,7 +110,7 @@ def send(value: Split, to: int, group: dist.ProcessGroup) -> None:
     lost."""
     skeleton, leaves = value
     data = packed(skeleton)
-    for tensor in (torch.tensor(data.numel()), data, *leaves):
+    for tensor in (torch.tensor(data.numel(), device="cpu"), data, *leaves):
         if tensor.numel():
             with failures_explained():
                 dist.send(tensor.cpu().contiguous(), group=group, group_dst=to)
