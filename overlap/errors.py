@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 
 __all__ = [
@@ -128,9 +129,9 @@ def hide_internal_frames(error: BaseException) -> None:
     """Take the frames of this library out of the traceback of ``error``, if it is raised by this library on purpose.
 
     Called where it leaves a call of the loop's: its message says all that they do. Frames of the loop, of PyTorch and
-    of a stage of the user's stay.
+    of a stage of the user's stay. All stay where the environment has ``OVERLAP_FULL_TRACEBACK=1``.
     """
-    if not isinstance(error, OverlapError):
+    if not isinstance(error, OverlapError) or os.environ.get("OVERLAP_FULL_TRACEBACK") == "1":
         return
     places, place = [], error.__traceback__
     while place is not None:

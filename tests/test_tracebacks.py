@@ -75,6 +75,17 @@ def _wrong_loops() -> None:
             assert len(frames) <= most, f"{form}, {name}: {frames}"
 
 
+def test_all_frames_are_shown_if_the_environment_asks_for_them(monkeypatch) -> None:
+    def shown() -> int:
+        with pytest.raises(OverlapError) as raised:
+            chain(AllReduce()).register(nn.Linear(1, 1))
+        return len(_frames(raised.value))
+
+    hidden = shown()
+    monkeypatch.setenv("OVERLAP_FULL_TRACEBACK", "1")
+    assert shown() > hidden
+
+
 def _mine(bucket: Any) -> None:
     raise ConfigurationError("of the user's stage")
 
