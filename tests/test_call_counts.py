@@ -1,7 +1,5 @@
 """How many calls a step makes, on all threads of a rank or on an accelerator, and `step()` alone."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

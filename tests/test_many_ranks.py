@@ -3,8 +3,6 @@
 Four ranks; ``make soak`` runs it with 8 and 16 (``MANY_RANKS``).
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

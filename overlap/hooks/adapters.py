@@ -24,17 +24,6 @@ from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.wires.codec import Wire
 
-__all__ = [
-    "HookStage",
-    "StageHook",
-    "as_hook",
-    "as_stage",
-    "check_hook",
-    "hook_name",
-    "reducer",
-    "shown",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _RUNTIMES = "_overlap_runtimes"

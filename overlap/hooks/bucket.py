@@ -14,8 +14,6 @@ from overlap._torch.c10d import GradBucket, bucket_gradients
 from overlap.errors import ConfigurationError
 from overlap.join import gradient_divisor
 
-__all__ = ["Bucket", "BucketView", "on_group"]
-
 BucketView = tuple[torch.Size, tuple[int, ...], int]
 """Size, stride and offset in a bucket's buffer."""
 

@@ -19,8 +19,6 @@ from overlap.hooks.engine.registration import Registration, register_ddp
 from overlap.hooks.stage import Role, Stage, updates_of
 from overlap.hooks.transforms.transform import Transform
 
-__all__ = ["Chain", "chain", "register"]
-
 
 class Chain(Stage):
     """Stages that run one after another on each bucket; made by :func:`chain`.

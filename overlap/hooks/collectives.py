@@ -22,23 +22,6 @@ from overlap.errors import ConfigurationError
 if TYPE_CHECKING:
     from overlap.hooks.engine.channels import Channels
 
-__all__ = [
-    "Collective",
-    "FutureResult",
-    "Operation",
-    "WholePass",
-    "add_messages",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast_each",
-    "future_result",
-    "reduce_each",
-    "reduce_scatter",
-    "send_recv",
-    "whole_pass",
-]
-
 
 class Operation:
     """Something that a stage awaits."""

@@ -53,8 +53,6 @@ from overlap.hooks.reducers import AllGather, AllReduce, NoReduction, OnGroup
 from overlap.hooks.stage import Role, Stage, StageContext, redistributed, walk, with_contexts
 from overlap.ranks.board import Agreement, group_all_reduce, of_all_ranks
 
-__all__ = ["ReplicaRegistration", "ReplicaRuntime", "register_replicas"]
-
 _INSTEAD = {
     Role.TRANSFORM: "it would see a shard of a unit at a time: use torch.nn.utils.clip_grad_norm_ after backward",
     Role.UPDATE: "FSDP owns the parameters: make the step with optimizer.step() after backward",

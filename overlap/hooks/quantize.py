@@ -19,8 +19,6 @@ from overlap.hooks.segments import ALIGNMENT
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Int8, QuantizedSum, StageMemory, Wire, redistribute
 
-__all__ = ["GatherQuantized", "Quantize"]
-
 
 class Quantize(Stage):
     """The mean of the gradients over ranks, sent in fewer bytes; in integers of 4 bits, 0.127 of an fp32 all-reduce.

@@ -18,8 +18,6 @@ from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Plan, Role, Stage, StageContext, planner
 from overlap.hooks.wires import Wire
 
-__all__ = ["AllGather", "AllReduce", "Cast", "NoReduction", "OnGroup"]
-
 
 class AllReduce(Stage):
     """The mean of the gradients over ranks, by one all-reduce per bucket.

@@ -18,8 +18,6 @@ from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.segments import can_be_sent
 from overlap.hooks.stage import Role, Stage, StageContext, walk
 
-__all__ = ["Route", "Rule", "route"]
-
 Rule = str | Callable[[str, Tensor], bool]
 """A pattern of names, or a function of a parameter's name and the parameter."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams
 
-__all__ = ["ALIGNMENT", "can_be_sent", "round_up", "segment_multiple"]
-
 ALIGNMENT = 16
 
 

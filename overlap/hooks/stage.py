@@ -22,22 +22,6 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.states import StatesOfRanks
 
-__all__ = [
-    "Plan",
-    "Role",
-    "Stage",
-    "StageContext",
-    "UpdateStage",
-    "check_order",
-    "follow",
-    "is_same_state",
-    "planner",
-    "redistributed",
-    "updates_of",
-    "walk",
-    "with_contexts",
-]
-
 
 class Role(enum.IntEnum):
     """The effect of a stage on a bucket. The stages of a chain are in this order; transforms may stand anywhere.

@@ -8,8 +8,6 @@ from typing import Any, overload
 
 from torch import Tensor
 
-__all__ = ["StatesOfRanks", "copied", "uncopied"]
-
 
 class StatesOfRanks(Sequence[Any]):
     """The state of every rank of a run, in their order; one that lies in a file is read when it is indexed.

@@ -23,8 +23,6 @@ from overlap.optim.update import Update
 from overlap.resume import TrainState
 from overlap.resume.train_state import remembers
 
-__all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run", "load_files", "needs", "save_files"]
-
 ChainFor = Stage | Sequence[Stage] | Callable[..., Stage]
 LocalSGDFor = Callable[[DistributedDataParallel, Any], LocalSGD]
 

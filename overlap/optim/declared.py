@@ -23,16 +23,6 @@ from overlap._checks import described, is_one_of, told
 from overlap._torch.optimizer import own_step, step_hooks
 from overlap.errors import ConfigurationError, UnsupportedError
 
-__all__ = [
-    "KNOWN",
-    "Unit",
-    "check_nothing_before",
-    "check_one_eps",
-    "check_unit",
-    "declare",
-    "unit_of",
-]
-
 Unit = Literal["element", "parameter"]
 """The smallest part of a model that an optimizer updates by itself."""
 

@@ -27,8 +27,6 @@ from torch import Tensor
 from overlap._torch.autograd import versions
 from overlap._torch.read_only import AppliedGradient, Terms
 
-__all__ = ["PassGradients", "StepInputs", "and_others"]
-
 _NOT_KEPT: tuple[Any, Any] = (None, None)
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 

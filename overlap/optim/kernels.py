@@ -27,8 +27,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from overlap._torch.foreach import add_one_, fused_adam_, fused_adamw_, fused_sgd_, subtract_
 from overlap._torch.optimizer import checks_devices, init_group, own_step, unhooked_step
 
-__all__ = ["FusedKernels", "Split"]
-
 Split = list[tuple[int, dict[str, Any]]]
 """The places of groups, with the entries of each that list its parameters."""
 

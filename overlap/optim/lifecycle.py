@@ -31,18 +31,6 @@ from overlap.hooks.stage import StageContext
 from overlap.optim.gradients import PassGradients, StepInputs, and_others
 from overlap.optim.stepper import FoundInf
 
-__all__ = [
-    "SCALED_IN_BACKWARD",
-    "SCALED_UNDER_JOIN",
-    "TRANSITIONS",
-    "Event",
-    "Form",
-    "Phase",
-    "Refusal",
-    "UpdateLifecycle",
-    "refusals_told",
-]
-
 _NO_VERDICT = FoundInf()
 
 

@@ -28,8 +28,6 @@ from overlap.optim.lifecycle import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event
 from overlap.optim.stepper import FoundInf, StepGuard, SubsetStepper, check_optimizer, grads_replaced, step_whole
 from overlap.optim.update import Update, UpdatedOptimizer, check_unscaled
 
-__all__ = ["LoopOptimizer", "OptimizerProxy", "OverlappedOptimizer", "evaluated"]
-
 
 def evaluated(closure: Callable[[], Any]) -> Any:
     """The result of the closure of a ``step()``, whose caller may be under ``no_grad``."""

@@ -22,8 +22,6 @@ from overlap.optim.stepper import StepGuard
 from overlap.optim.torch_names import FunctionalOptimizer
 from overlap.optim.update import BucketLayout, Update
 
-__all__ = ["Step"]
-
 _DEFERRED = "Step(optimizer, deferred=True)"
 _DEFERRED_AUTOMATIC = f"an OverlappedOptimizer and {_DEFERRED}"
 _WHOLE = "Step(OverlappedOptimizer(optimizer), deferred=True)"

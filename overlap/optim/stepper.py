@@ -55,16 +55,6 @@ from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedErr
 from overlap.hooks.stage import is_same_state
 from overlap.optim.kernels import FusedKernels, Split
 
-__all__ = [
-    "StepGuard",
-    "SubsetStepper",
-    "FoundInf",
-    "check_optimizer",
-    "grads_replaced",
-    "skips_by_itself",
-    "step_whole",
-]
-
 # What no part writes back: of the optimizer, and of a group.
 _SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
 _MEMBERS = frozenset({"params", "param_names"})

@@ -42,8 +42,6 @@ from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
 from overlap.optim.release import GradientRelease, check_releasable
 from overlap.optim.stepper import FoundInf, skips_by_itself
 
-__all__ = ["BucketLayout", "Update", "check_unscaled", "without_adding_up"]
-
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:

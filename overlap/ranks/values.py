@@ -14,8 +14,6 @@ from torch import Tensor
 from overlap.errors import ConfigurationError
 from overlap.ranks.board import failures_explained
 
-__all__ = ["joined", "mapped", "packed", "receive", "send", "sizes_of", "snapshot", "split", "unpacked"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 # In a skeleton: a whole number, which is in the row of int64.

@@ -56,8 +56,6 @@ from overlap.resume.train_state import states_in
 if TYPE_CHECKING:
     from overlap._torch.checkpoint import Boxes, Folder
 
-__all__ = ["load", "save"]
-
 _MANIFEST = "overlap.manifest"
 _SKELETON = "overlap.skeleton."
 _ROWS = {False: "overlap.own", True: "overlap.same"}
@@ -197,7 +195,7 @@ def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim
 
 
 def _write(write: Callable[..., None], items: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
-    from overlap._torch.checkpoint import CheckpointException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with failures_explained():

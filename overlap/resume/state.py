@@ -30,8 +30,6 @@ from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.zero.checkpoint import merged
 from overlap.ranks.values import snapshot
 
-__all__ = ["VERSION", "Optim", "Run", "load_state_dict", "stage_of", "state_dict"]
-
 OneOptim = Optimizer | FunctionalOptimizer
 Optim = OneOptim | Sequence[OneOptim] | None
 State = Mapping[str, Any]

@@ -22,8 +22,6 @@ from overlap.ranks.board import Agreement
 from overlap.ranks.values import mapped, receive, send, snapshot, split
 from overlap.resume.state import Optim, Run, stage_of
 
-__all__ = ["TrainState", "remembers", "states_in"]
-
 _KEY = "overlap"
 _COMMON = "common"
 _OWN = "rank {} of {} (where another number of ranks has saved, overlap.load(folder, ddp, optim) loads it)"

@@ -1,7 +1,5 @@
 """Batches of different numbers of samples, and a loss that is a sum: the mean over samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

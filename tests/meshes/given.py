@@ -1,7 +1,5 @@
 """A model with what FSDP treats in its own ways, sharded in every way, and loops that accumulate in every way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """With ``AllReduce()`` every attachment equals FSDP's own reduction in every bit, after every step."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import overlap
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 from .given import Case, assert_same, mesh_of, optimizer_of, run, sharded, step_of, values
 
@@ -17,7 +15,9 @@ DTYPES = (None, torch.bfloat16)
 ACCUMULATIONS = ("none", "no_sync", "partial", "last")
 
 
-def _equal(rank: int, ranks: int, attachment: str) -> None:
+@pytest.mark.parametrize("attachment", ["hsdp", "replicate", "group"])
+@on_ranks(4)
+def test_all_reduce_equals_native_reduction(rank: int, ranks: int, attachment: str) -> None:
     for dtype in DTYPES:
         cases = [Case(attachment, dtype, accumulation) for accumulation in ACCUMULATIONS]
         cases += [Case(attachment, dtype, accumulation="partial", adjust=one) for one in ("factor", "sums")]
@@ -25,12 +25,8 @@ def _equal(rank: int, ranks: int, attachment: str) -> None:
             assert_same(run(case), run(case, overlap.AllReduce()), case)
 
 
-@pytest.mark.parametrize("attachment", ["hsdp", "replicate", "group"])
-def test_all_reduce_equals_native_reduction(attachment: str) -> None:
-    run_ranks(_equal, 4, attachment)
-
-
-def _equal_at_three(rank: int, ranks: int) -> None:
+@on_ranks(3)
+def test_all_reduce_equals_native_reduction_where_the_mean_of_three_is_rounded(rank: int, ranks: int) -> None:
     for attachment, dtype in itertools.product(("hsdp", "replicate"), (*DTYPES, torch.float16)):
         found = []
         for reducer in (None, overlap.AllReduce()):
@@ -44,10 +40,6 @@ def _equal_at_three(rank: int, ranks: int) -> None:
                 step_of(model, optimizer, step)
                 found[-1].append(values(model))
         assert_same(*found, (attachment, dtype))
-
-
-def test_all_reduce_equals_native_reduction_where_the_mean_of_three_is_rounded() -> None:
-    run_ranks(_equal_at_three, 3)
 
 
 def _reductions(rank: int, ranks: int) -> list[int]:

@@ -1,7 +1,5 @@
 """Every reducer on every attachment; what is refused; and errors, which reach all ranks and leave nothing behind."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import overlap
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from overlap.ranks.board import of_all_ranks
 
 from .given import (
@@ -50,7 +48,9 @@ REDUCERS = {
 }
 
 
-def _reduced(rank: int, ranks: int, attachment: str) -> None:
+@pytest.mark.parametrize("attachment", ["hsdp", "replicate", "group"])
+@on_ranks(4)
+def test_every_reducer_trains_and_leaves_replicas_equal(rank: int, ranks: int, attachment: str) -> None:
     plain, _ = sharded(Case(attachment), native=True)
     optimizer = optimizer_of(plain, lr=0.05)
     expected = [step_of(plain, optimizer, 0, "partial" if step == 1 else "none") for step in range(4)]
@@ -79,12 +79,8 @@ def _reduced(rank: int, ranks: int, attachment: str) -> None:
         overlap.register(model, overlap.AllReduce(), group=group).remove()
 
 
-@pytest.mark.parametrize("attachment", ["hsdp", "replicate", "group"])
-def test_every_reducer_trains_and_leaves_replicas_equal(attachment: str) -> None:
-    run_ranks(_reduced, 4, attachment)
-
-
-def _removed(rank: int, ranks: int) -> None:
+@on_ranks(4)
+def test_a_removed_registration_leaves_native_reduction(rank: int, ranks: int) -> None:
     model, _ = sharded(Case())
     registration = overlap.chain(overlap.hooks.NoReduction()).register(model)
     registration.remove()
@@ -94,10 +90,6 @@ def _removed(rank: int, ranks: int) -> None:
         step_of(model, optimizer, step)
         found.append(values(model))
     assert_same(run(Case()), found)
-
-
-def test_a_removed_registration_leaves_native_reduction() -> None:
-    run_ranks(_removed, 4)
 
 
 def _refused(rank: int, ranks: int) -> list[str]:
@@ -233,10 +225,7 @@ def _errors(state: dict[str, Any]) -> Any:
     return {key: value for key, value in state.items() if key in ("error", "residuals", "factors")}
 
 
-def _none_is_finite(rank: int, ranks: int) -> None:
+@on_ranks(4)
+def test_a_gradient_of_one_shard_that_is_not_finite_is_discarded_by_all_shards(rank: int, ranks: int) -> None:
     for attachment, name in itertools.product(("hsdp", "group"), ("Int4, feedback", "PowerSGD")):
         _not_finite(rank, ranks, attachment, name)
-
-
-def test_a_gradient_of_one_shard_that_is_not_finite_is_discarded_by_all_shards() -> None:
-    run_ranks(_none_is_finite, 4)

@@ -1,7 +1,5 @@
 """What a reducer remembers, saved and loaded by ``torch.distributed.checkpoint``."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from pathlib import Path

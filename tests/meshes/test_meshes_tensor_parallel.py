@@ -1,7 +1,5 @@
 """Tensor parallelism inside of FSDP and of DDP, and the ``replicate`` that is built on DDP."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from overlap.ranks.board import of_all_ranks
 
 from .given import assert_same, local, mesh_of, raised_by, values
@@ -47,7 +45,8 @@ def _trained(model: Any, steps: int = 3) -> list[Any]:
     return found
 
 
-def _in_fsdp(rank: int, ranks: int) -> None:
+@on_ranks(8)
+def test_tensor_parallelism_inside_of_fsdp(rank: int, ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of((2, 2, 2), ("replicate", "shard", "tp"))
@@ -78,10 +77,6 @@ def _in_fsdp(rank: int, ranks: int) -> None:
     assert error.shape == model.first.weight.shape and error.device_mesh.ndim == 2
 
 
-def test_tensor_parallelism_inside_of_fsdp() -> None:
-    run_ranks(_in_fsdp, 8)
-
-
 def _in_ddp(rank: int, ranks: int) -> str:
     mesh = mesh_of((2, 2), ("dp", "tp"))
 
@@ -101,7 +96,8 @@ def test_tensor_parallelism_inside_of_ddp() -> None:
         assert "has no name" in text and "register before the first forward" in text
 
 
-def _on_ddp(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_replicate_on_ddp_is_served_by_its_ddp_with_real_names(rank: int, ranks: int) -> None:
     def made() -> Any:
         torch.manual_seed(0)
         return replicate(Mlp(), bucket_cap_mb=0.0001)
@@ -132,7 +128,3 @@ def _on_ddp(rank: int, ranks: int) -> None:
     model(torch.randn(4, 6)).sum().backward()
     model(torch.randn(4, 6))
     assert set(feedback.state_dict()["error"]) == set(names)
-
-
-def test_replicate_on_ddp_is_served_by_its_ddp_with_real_names() -> None:
-    run_ranks(_on_ddp, 2)

@@ -3,8 +3,6 @@
 tests/compositions resumes every chain from one, tests/resume/test_other_ranks.py at other numbers of ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

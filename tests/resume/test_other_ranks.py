@@ -3,8 +3,6 @@
 The rule of each memory is tested beside its stage.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import overlap
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     Bucket,
@@ -197,7 +195,8 @@ def _all_states(ddp: Any, optimizer: Any) -> list[Any]:
     return states
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_states_that_do_not_belong_together_or_have_no_rule_are_refused_by_name(rank: int, world_size: int) -> None:
     groups = [dist.new_group([one]) for one in range(world_size)]
 
     def states_of(form: str, steps: int) -> list[Any]:
@@ -235,10 +234,6 @@ def _refused(rank: int, world_size: int) -> None:
         states = states_of(form, steps)
         with pytest.raises(ConfigurationError, match=message):
             overlap.load_state_dict(*_alone(form, groups[rank]), states)
-
-
-def test_states_that_do_not_belong_together_or_have_no_rule_are_refused_by_name() -> None:
-    run_ranks(_refused, 2)
 
 
 def _left_out(old: int) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 tests/compositions resumes every update, in new processes.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The model that all scenarios train, and its data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Plays scenarios under the detector, and mutants of the library in them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

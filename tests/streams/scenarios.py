@@ -1,7 +1,5 @@
 """Every part of the library on streams: chains, the loops that they are in, and the same training without streams."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field

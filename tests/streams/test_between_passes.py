@@ -1,7 +1,5 @@
 """What is in flight, on streams: behind a failure, and where nobody waits for it any more."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_ranks
+from harness import on_ranks
 from harness.streams import STREAMS_BACKEND, detecting
 from overlap import AllReduce, Bucket, LocalSGD, Stage, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.hooks import StageContext, all_reduce
@@ -84,11 +82,10 @@ def _failing(rank: int) -> None:
     detector.report.check()
 
 
-def _play(rank: int, world_size: int) -> None:
+@on_ranks(2, backend=STREAMS_BACKEND)
+def test_what_rides_between_passes_is_waited_for_behind_a_failure_and_where_the_model_is_dropped(
+    rank: int, world_size: int
+) -> None:
     for build in (_sharded, _local):
         _trained_and_dropped(rank, build)
     _failing(rank)
-
-
-def test_what_rides_between_passes_is_waited_for_behind_a_failure_and_where_the_model_is_dropped() -> None:
-    run_ranks(_play, 2, backend=STREAMS_BACKEND)

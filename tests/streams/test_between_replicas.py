@@ -1,8 +1,6 @@
 """A reducer between replicas, called as FSDP calls it on an accelerator: on its stream for all-reduces, behind a
 reduce-scatter on another one, with a gradient that is dropped as soon as it is cast."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

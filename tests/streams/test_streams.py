@@ -1,7 +1,5 @@
 """The library on simulated streams: no scenario has a race, and each fault put in is found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -24,8 +24,6 @@ from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, backend_name
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.ranks.board import Board
 
-__all__ = ["Channels"]
-
 _CPU = torch.device("cpu")
 _REMEDY = "; every rank of the model's process group must register the same stages and run backward"
 

@@ -37,17 +37,6 @@ from overlap.hooks.engine.channels import Channels
 from overlap.hooks.stage import Stage, walk
 from overlap.ranks.board import as_collective_error, failures_explained
 
-__all__ = [
-    "SMALL_BYTES",
-    "BucketFuture",
-    "Executor",
-    "StreamExecutor",
-    "Worker",
-    "executor_for",
-    "model_executor",
-    "runs_inline",
-]
-
 BucketFuture = torch.futures.Future[torch.Tensor]
 _Job = Callable[[], None]
 

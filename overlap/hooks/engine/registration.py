@@ -41,16 +41,6 @@ from overlap.ranks.machines import note_place, places
 
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
-__all__ = [
-    "Dispatcher",
-    "Registration",
-    "check_alike",
-    "found_dispatcher",
-    "keep_dispatcher",
-    "register_ddp",
-    "registration_of",
-]
-
 
 class Dispatcher:
     """The hooks of the current registration: those around a forward, and DDP's communication hook, which DDP takes once

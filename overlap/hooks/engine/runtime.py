@@ -46,8 +46,6 @@ from overlap.hooks.stage import (
 )
 from overlap.join import gradient_divisor
 
-__all__ = ["NO_LAST_BUCKET", "Runtime"]
-
 NO_LAST_BUCKET = (
     "with static_graph=True DDP has a bucket for each dtype in its first backward, and does not say which is the last: "
     "use find_unused_parameters=True, or parameters of one dtype"

@@ -42,19 +42,6 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, WholePass
 from overlap.hooks.engine.executors import BucketFuture, Executor
 
-__all__ = [
-    "BETWEEN_PASSES",
-    "BackgroundTask",
-    "BackwardPass",
-    "Completion",
-    "Piece",
-    "Subject",
-    "Task",
-    "Wavefront",
-    "run_items",
-    "run_now",
-]
-
 BETWEEN_PASSES = "background"
 """The label of work between passes, where a bucket has that of a stage."""
 

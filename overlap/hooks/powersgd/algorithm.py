@@ -69,8 +69,6 @@ from overlap.hooks.collectives import all_reduce
 from overlap.hooks.powersgd.memory import Memory, Side
 from overlap.hooks.wires import QuantizedSum, Wire
 
-__all__ = ["PowerIteration", "ReductionLayout", "cholesky_qr", "householder_qr", "layout_of", "random_directions"]
-
 # On a CPU, copying larger matrices together takes longer than one more kernel.
 _CPU_BATCH_NUMEL = 16 * 1024
 _CPU_BLOCK_ROWS = 32

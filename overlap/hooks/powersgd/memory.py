@@ -16,8 +16,6 @@ from overlap.hooks.states import StatesOfRanks, copied
 from overlap.hooks.wires import StageMemory, Wire
 from overlap.hooks.wires.feedback import check_shape, summed_errors
 
-__all__ = ["Memory", "Side", "redistribute"]
-
 Side = Literal["left", "right"]
 _KEYS = {"rank", "ranks", "steps", "residuals", "factors", "is_left", "numel", "generator"}
 

@@ -18,8 +18,6 @@ from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 
-__all__ = ["PowerSGD"]
-
 # Of the arguments of PyTorch's PowerSGDState, those that have another name here.
 _TORCH_NAMES = {
     "matrix_approximation_rank": "rank",

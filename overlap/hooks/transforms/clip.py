@@ -30,8 +30,6 @@ from overlap.hooks.collectives import all_reduce
 from overlap.hooks.stage import Role, StageContext
 from overlap.hooks.transforms.transform import WholePassTransform
 
-__all__ = ["ClipGradNorm", "Clipping", "in_model_order"]
-
 
 @dataclass(frozen=True)
 class Clipping:

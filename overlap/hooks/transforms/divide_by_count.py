@@ -39,8 +39,6 @@ from overlap.hooks.reducers import NoReduction, OnGroup
 from overlap.hooks.stage import Plan, Role, Stage, StageContext, walk
 from overlap.hooks.transforms.transform import Transform
 
-__all__ = ["DivideByCount"]
-
 
 class DivideByCount(Transform):
     """Divides gradients by the samples or tokens of all ranks: their mean, and not the mean over ranks.

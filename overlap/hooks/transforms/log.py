@@ -17,8 +17,6 @@ from overlap.hooks.collectives import all_reduce
 from overlap.hooks.stage import Role, StageContext
 from overlap.hooks.transforms.transform import Transform
 
-__all__ = ["Log"]
-
 
 class Log(Transform):
     """Reports the norm of every gradient, by parameter name: before the reducer those of this rank's own gradients,

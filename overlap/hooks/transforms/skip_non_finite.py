@@ -15,8 +15,6 @@ from overlap.hooks.collectives import all_reduce
 from overlap.hooks.stage import Role, Stage, StageContext, UpdateStage, updates_of
 from overlap.hooks.transforms.transform import WholePassTransform
 
-__all__ = ["SkipNonFinite"]
-
 
 class SkipNonFinite(WholePassTransform):
     """Leaves out a whole step, on every rank, if an element of the mean gradients is infinite or NaN.

@@ -13,8 +13,6 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import whole_pass
 from overlap.hooks.stage import Role, Stage, StageContext
 
-__all__ = ["Transform", "WholePassTransform"]
-
 
 class Transform(Stage):
     """A stage that changes or reads local gradients, their mean or new parameters, depending on its place.

@@ -16,8 +16,6 @@ from torch.nn.functional import pad
 from overlap._torch.device import has_streams
 from overlap.hooks.segments import round_up
 
-__all__ = ["Codec", "Field", "Wire"]
-
 # Values at a time on a CPU, so that they stay in the cache between two passes over them.
 _BLOCK_NUMEL = 256 * 1024
 

@@ -15,8 +15,6 @@ from overlap.hooks.collectives import all_gather, all_to_all, reduce_scatter
 from overlap.hooks.wires.codec import Wire
 from overlap.ranks.machines import Levels
 
-__all__ = ["QuantizedSum"]
-
 
 class QuantizedSum:
     """Sums ``numel`` values over the ranks of ``group``, with traffic that does not grow with their number.

@@ -27,8 +27,6 @@ from overlap.hooks.states import StatesOfRanks, copied
 from overlap.hooks.wires.codec import Wire
 from overlap.ranks.machines import Levels, levels_of
 
-__all__ = ["RoundingGenerator", "StageMemory", "check_shape", "redistribute", "summed_errors"]
-
 _Place = tuple[int, int]
 """A rank and the number of ranks."""
 

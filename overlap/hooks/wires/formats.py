@@ -32,8 +32,6 @@ from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires.codec import Codec, Field, Wire
 
-__all__ = ["BFloat16", "ChunkCodec", "Float8", "Float16", "Int4", "Int8", "TopK"]
-
 # Chunks are multiples of it, in values: in 4 bits its halves share bytes.
 _MULTIPLE = 8
 # An index has 16 bits, with a sign.

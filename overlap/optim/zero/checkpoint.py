@@ -32,8 +32,6 @@ from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, optio
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
 from overlap.ranks.values import Split, receive, send, snapshot, split
 
-__all__ = ["MANIFEST", "Pieces", "ShardedState", "entries_of", "merged", "needed", "packed", "place_of"]
-
 Pieces = Mapping[str, Any]
 
 MANIFEST = "manifest"

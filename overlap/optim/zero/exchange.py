@@ -57,8 +57,6 @@ from overlap.hooks.segments import can_be_sent, round_up, segment_multiple
 from overlap.hooks.stage import Plan, follow
 from overlap.optim.zero.shards import Shard
 
-__all__ = ["BucketShards", "Exchange", "Gather", "in_elements", "parts_by_need", "reduced"]
-
 # A message costs tens of microseconds, in which about 256 KB can be copied.
 _LARGE_NUMEL = 64 * 1024
 # Of the messages of all other ranks in one row; two rows are in memory at a time. See [Note: rows of a sum] in

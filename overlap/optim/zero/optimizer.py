@@ -55,8 +55,6 @@ from overlap.optim.zero.shards import Owners, Shard, copy_from_masters, copy_opt
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, are_alike, group_all_reduce, group_broadcast, of_all_ranks
 
-__all__ = ["ZeroRedundancyOptimizer"]
-
 _INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
 
 

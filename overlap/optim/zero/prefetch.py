@@ -34,8 +34,6 @@ from overlap.hooks import StageContext
 from overlap.hooks.engine.wavefront import Completion
 from overlap.optim.zero.exchange import Exchange, Gather
 
-__all__ = ["ParameterPrefetch"]
-
 _NOT_GATHERED = (
     "the new parameters were not gathered, so ranks have different ones: load a checkpoint by "
     "model.load_state_dict(...) on every rank before going on"

@@ -34,8 +34,6 @@ from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap.errors import TrainingLoopError, UnsupportedError
 
-__all__ = ["Owners", "Range", "Shard", "chunk", "copy_from_masters", "copy_options", "flatten", "options_of"]
-
 _BLOCK_BYTES = 128
 # The keys of a group that are not hyperparameters.
 _NOT_OPTIONS = ("params", "param_names")

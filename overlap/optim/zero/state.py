@@ -35,8 +35,6 @@ from torch.optim import Optimizer
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.zero.shards import Shard
 
-__all__ = ["PartOfState", "StateView", "check_divisible", "is_per_element", "tensors_in"]
-
 _REMEDY = (
     "use ZeroRedundancyOptimizer(..., partition='parameter') and edit it `if param in zero.state`; or call "
     "zero.consolidate_state_dict(to=None), edit state = zero.state_dict(), and zero.load_state_dict(state)"

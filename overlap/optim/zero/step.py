@@ -34,8 +34,6 @@ from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduc
 from overlap.optim.zero.optimizer import ShardedUpdate, ZeroRedundancyOptimizer
 from overlap.optim.zero.prefetch import ParameterPrefetch
 
-__all__ = ["ReduceScatter", "ZeroStep", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
-
 
 class ReduceScatter(Stage):
     """Reduce-scatters a bucket: each rank gets the mean of its part of the parameters of ``zeros``.

@@ -1,7 +1,5 @@
 """Connections that are abandoned end what waits on them, also where all ranks wait for each other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import run_ranks
+from harness import on_ranks
 from overlap._torch.c10d import GlooChannel
 from overlap.ranks.board import Board
 
@@ -36,7 +34,8 @@ def _all_reduce(channel: GlooChannel) -> list[Any]:
     return channel.all_reduce(torch.empty(200_000), dist.ReduceOp.SUM)
 
 
-def _abandons(rank: int, world_size: int) -> None:
+@on_ranks(3, env={"GLOO_SOCKET_IFNAME": "lo,lo,lo"}, timeout_s=60)
+def test_ranks_that_wait_for_each_other_are_woken(rank: int, world_size: int) -> None:
     for begin in (_message, _sum, _all_reduce):
         channel = Board(dist.group.WORLD, begin.__name__).connect("gloo", purpose="")
         (work,) = begin(channel)
@@ -57,8 +56,3 @@ def _abandons(rank: int, world_size: int) -> None:
         assert time.monotonic() - begun_s < _LIMIT_S, "it waited for the group's timeout"
         waiting.join()
         dist.barrier()
-
-
-def test_ranks_that_wait_for_each_other_are_woken() -> None:
-    # Each interface has connections of its own.
-    run_ranks(_abandons, 3, env={"GLOO_SOCKET_IFNAME": "lo,lo,lo"}, timeout_s=60)

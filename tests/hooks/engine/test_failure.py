@@ -1,7 +1,5 @@
 """What fails is raised by backward with its place named, on every rank, and the model can be used again."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import RankDied, run_ranks, wrap
+from harness import RankDied, on_ranks, run_ranks, wrap
 from harness.models import MLP
 from overlap import AllReduce, Bucket, CollectiveError, PeerError, Stage, UnsupportedError, as_stage, chain
 from overlap.hooks import Role
@@ -59,7 +57,8 @@ def test_a_killed_rank_is_an_error_on_the_others_and_no_hang() -> None:
     assert isinstance(survivor, str) and isinstance(dead, RankDied)
 
 
-def _hangs(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=2)
+def test_a_rank_that_does_not_come_is_an_error_when_the_groups_timeout_is_over(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     chain(AllReduce()).register(ddp)
     for step in range(2):
@@ -71,19 +70,12 @@ def _hangs(rank: int, world_size: int) -> None:
         _backward(ddp, 2, rank)
 
 
-def test_a_rank_that_does_not_come_is_an_error_when_the_groups_timeout_is_over() -> None:
-    run_ranks(_hangs, 2, group_timeout_s=2)
-
-
-def _does_not_come(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=2)
+def test_a_rank_that_does_not_register_is_named(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     if rank == 0:
         with pytest.raises(CollectiveError, match=r"could not connect .*ranks \[1\] did not come to register a chain"):
             chain(AllReduce()).register(ddp)
-
-
-def test_a_rank_that_does_not_register_is_named() -> None:
-    run_ranks(_does_not_come, 2, group_timeout_s=2)
 
 
 FAILING = (1, 2, 4)
@@ -123,7 +115,10 @@ class _Counts(Stage):
         self.count += 1
 
 
-def _fails_repeatedly(rank: int, world_size: int) -> None:
+@on_ranks(3, group_timeout_s=8, timeout_s=120)
+def test_a_rank_that_fails_again_and_again_is_named_on_the_others_every_time_and_the_model_works(
+    rank: int, world_size: int
+) -> None:
     for where, is_everywhere in (("before", False), ("in 0", False), ("after 1", False), ("in 0", True)):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         stage, counts = _Fails(where, enabled=is_everywhere or rank == 0), _Counts()
@@ -143,11 +138,6 @@ def _fails_repeatedly(rank: int, world_size: int) -> None:
                     _backward(ddp, step, rank)
             assert time.monotonic() - start_s < 5, "not only when the group's timeout has passed"
         assert counts.count == 6, "every stage is notified that backward is over"
-
-
-def test_a_rank_that_fails_again_and_again_is_named_on_the_others_every_time_and_the_model_works() -> None:
-    # Going on may take as long as the group's timeout: an operation in flight is not always ended sooner.
-    run_ranks(_fails_repeatedly, 3, group_timeout_s=8, timeout_s=120)
 
 
 # The forward in which DDP compares its buckets between ranks: their models come in one order there.
@@ -180,7 +170,8 @@ def _step(ddps: list[Any], step: int, rank: int, before_the_first: Callable[[], 
     sum(output.square().sum() for output in outputs).backward()
 
 
-def _several_fail(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=15)
+def test_two_models_that_connect_in_other_orders_are_not_mixed_up(rank: int, world_size: int) -> None:
     group = dist.new_group(range(world_size))
     with pytest.MonkeyPatch.context() as monkeypatch:
         begun = _noting_connections(monkeypatch)
@@ -205,10 +196,6 @@ def _several_fail(rank: int, world_size: int) -> None:
             for ddp in models:
                 _assert_mean_gradients(ddp, step, rank)
         assert [each.count for each in counts] == [6, 6], "though backward can raise one error only"
-
-
-def test_two_models_that_connect_in_other_orders_are_not_mixed_up() -> None:
-    run_ranks(_several_fail, 2, group_timeout_s=15)
 
 
 def _fails_by_value(state: Any, bucket: Any) -> torch.futures.Future[Any]:
@@ -243,13 +230,12 @@ def _sparse(rank: int) -> None:
     assert "0.weight" in caught.value.__notes__[0]
 
 
-def _play(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_error_of_a_foreign_hook_comes_through_and_sparse_gradients_are_refused_by_name(
+    rank: int, world_size: int
+) -> None:
     _hook_errors(rank)
     _sparse(rank)
-
-
-def test_an_error_of_a_foreign_hook_comes_through_and_sparse_gradients_are_refused_by_name() -> None:
-    run_ranks(_play, 2)
 
 
 class _Normalized(torch.nn.Module):
@@ -262,7 +248,8 @@ class _Normalized(torch.nn.Module):
         return found
 
 
-def _loses_a_connection_in_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_connection_that_is_lost_in_ddps_own_collectives_gets_a_note(rank: int, world_size: int) -> None:
     group = dist.new_group()
     ddp = DistributedDataParallel(_Normalized(), process_group=group)
     chain(AllReduce()).register(ddp)
@@ -274,7 +261,3 @@ def _loses_a_connection_in_forward(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="gloo") as raised:
         ddp(torch.ones(3, 4))
     assert any("no rank has reported an error" in note for note in raised.value.__notes__)
-
-
-def test_a_connection_that_is_lost_in_ddps_own_collectives_gets_a_note() -> None:
-    run_ranks(_loses_a_connection_in_forward, 2)

@@ -1,7 +1,5 @@
 """Waiting for a collective on the host: with patience, and never longer than there is something to wait for."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any

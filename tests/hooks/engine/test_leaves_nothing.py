@@ -1,7 +1,5 @@
 """What a registration and a failure leave behind when the model is dropped: nothing."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import io
@@ -13,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP
 from overlap import (
     Cast,
@@ -31,7 +29,10 @@ from overlap.hooks.engine.wavefront import Completion
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def _leaves_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_dropped_model_takes_its_chain_its_optimizer_and_its_worker_thread_with_it(
+    rank: int, world_size: int
+) -> None:
     threads = threading.active_count()
     for _ in range(2):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -53,11 +54,8 @@ def _leaves_nothing(rank: int, world_size: int) -> None:
     assert threading.active_count() == threads
 
 
-def test_a_dropped_model_takes_its_chain_its_optimizer_and_its_worker_thread_with_it() -> None:
-    run_ranks(_leaves_nothing, 2)
-
-
-def _leaves_nothing_with_a_global_hook(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nor_does_a_hook_by_name_keep_a_model_or_a_thread(rank: int, world_size: int) -> None:
     threads = threading.active_count()
     for hook in (allreduce_hook, fp16_compress_hook, powerSGD_hook):
         gone = []
@@ -80,10 +78,6 @@ def _leaves_nothing_with_a_global_hook(rank: int, world_size: int) -> None:
             gc.collect()
             time.sleep(0.05)
         assert [ref() for ref in gone] == [None] * 3 and threading.active_count() == threads
-
-
-def test_nor_does_a_hook_by_name_keep_a_model_or_a_thread() -> None:
-    run_ranks(_leaves_nothing_with_a_global_hook, 2)
 
 
 class _Model:

@@ -1,7 +1,5 @@
 """Choices for GPUs, without one: priorities of streams, and the setting that ends all overlap."""
 
-from __future__ import annotations
-
 import warnings
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, chain
 from overlap._torch.c10d import new_group_of
@@ -46,7 +44,8 @@ class _Asked(OneStream):
         return self
 
 
-def _registers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_stages_go_before_training_and_one_queue_for_all_streams_is_warned_of(rank: int, world_size: int) -> None:
     with streams_replaced(streams := _Asked()), mock.patch.dict("os.environ", {_SETTING: "8"}):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -58,7 +57,3 @@ def _registers(rank: int, world_size: int) -> None:
         registration.remove()
         with mock.patch.dict("os.environ", {_SETTING: "1"}), pytest.warns(UserWarning, match=f"unset {_SETTING}"):
             chain(AllReduce()).register(ddp)
-
-
-def test_stages_go_before_training_and_one_queue_for_all_streams_is_warned_of() -> None:
-    run_ranks(_registers, 2)

@@ -1,7 +1,5 @@
 """One order of collectives on every rank, whatever the timing."""
 
-from __future__ import annotations
-
 import random
 import time
 from unittest import mock

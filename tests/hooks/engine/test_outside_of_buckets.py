@@ -1,7 +1,5 @@
 """Parameters that require a gradient and are in no bucket of DDP's: added, or unfrozen, after it was made."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import overlap
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from overlap import (
     AllReduce,
     Int8,
@@ -155,7 +153,10 @@ def _allowed(rank: int) -> None:
         _step(ddp, optimizer, rank, 2)
 
 
-def _play(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_ddp_does_not_reduce_are_refused_by_name_or_with_a_reducer_alone_warned_of(
+    rank: int, world_size: int
+) -> None:
     for form in FORMS:
         for change in CHANGES:
             _refused(rank, form, change)
@@ -164,11 +165,8 @@ def _play(rank: int, world_size: int) -> None:
     _allowed(rank)
 
 
-def test_parameters_that_ddp_does_not_reduce_are_refused_by_name_or_with_a_reducer_alone_warned_of() -> None:
-    run_ranks(_play, 2)
-
-
-def _with_tensor_parallelism(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_with_tensor_parallelism_a_chain_is_registered_before_a_forward_or_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for is_late in (False, True):
         torch.manual_seed(0)
@@ -187,7 +185,3 @@ def _with_tensor_parallelism(rank: int, world_size: int) -> None:
             ddp.zero_grad()
             ddp(x).sum().backward()
         assert len(overlap.state_dict(ddp)["stages"]["state"]["0"]["error"]) == 6
-
-
-def test_with_tensor_parallelism_a_chain_is_registered_before_a_forward_or_refused() -> None:
-    run_ranks(_with_tensor_parallelism, 4)

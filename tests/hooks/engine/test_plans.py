@@ -1,7 +1,5 @@
 """Plans beside coroutines: the same collectives, the same bits, the same errors. See [Note: plans]."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Registering a stage, removing it, and copying a model that has one."""
 
-from __future__ import annotations
-
 import copy
 import re
 import threading
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from harness import assert_parity, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, run_ranks, train, wrap
 from harness.models import MLP
 from overlap import (
     AllReduce,
@@ -130,16 +128,14 @@ def _copied(rank: int) -> None:
     again.step()
 
 
-def _play(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_that_cannot_take_a_chain_chains_in_and_out_and_copies(rank: int, world_size: int) -> None:
     for scenario in (_refusals, _hook_on_a_static_graph_of_two_dtypes, _in_and_out, _copied):
         scenario(rank)
 
 
-def test_models_that_cannot_take_a_chain_chains_in_and_out_and_copies() -> None:
-    run_ranks(_play, 2)
-
-
-def _in_a_block(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=12)
+def test_a_block_reports_what_the_loop_raises_and_removes_the_registration(rank: int, world_size: int) -> None:
     ddp = _model()
     optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
     stage = chain(AllReduce(), Step(optimizer, deferred=True))
@@ -163,10 +159,6 @@ def _in_a_block(rank: int, world_size: int) -> None:
     with stage.register(ddp) as registration:
         train(2)
     assert not registration.is_active
-
-
-def test_a_block_reports_what_the_loop_raises_and_removes_the_registration() -> None:
-    run_ranks(_in_a_block, 2, group_timeout_s=12)
 
 
 class _DetachesLate(AllReduce):

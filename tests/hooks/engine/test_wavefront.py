@@ -1,7 +1,5 @@
 """The order of collectives by itself, without tensors or ranks. See [Note: one order of collectives]."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

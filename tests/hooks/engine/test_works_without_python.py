@@ -1,7 +1,5 @@
 """What a chain issues in backward keeps no Python object that Gloo's thread would have to let go of."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 from unittest import mock
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, chain
 from overlap.hooks.engine import executors
@@ -42,13 +40,10 @@ def _held(ddp: DistributedDataParallel, rank: int, seen: list[weakref.ref[Any]])
     return held
 
 
-def _chain(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_works_of_a_chain_hold_nothing(rank: int, world_size: int) -> None:
     for limit_bytes in (2**20, 0):  # Inline, and on a worker.
         with mock.patch.object(executors, "SMALL_BYTES", limit_bytes):
             ddp = wrap(MLP.model(), **MLP.ddp_options())
             chain(AllReduce()).register(ddp)
             assert _held(ddp, rank, _observed(ddp)) == 0
-
-
-def test_works_of_a_chain_hold_nothing() -> None:
-    run_ranks(_chain, 2)

@@ -1,7 +1,5 @@
 """PowerSGD of one matrix on several ranks, written anew in plain tensors: all ranks in one loop."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

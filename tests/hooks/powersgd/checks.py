@@ -1,7 +1,5 @@
 """What every step of a lockstep world must satisfy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Each rank's stage runs to its next collective; when all ranks are there, the col
 computed, and that every rank issues the same collectives of the same sizes. It cannot show races and missing waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """On accelerators, where factors of all lengths are changed at once and the host reads no value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

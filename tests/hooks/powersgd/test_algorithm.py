@@ -1,7 +1,5 @@
 """What PowerSGD computes: nothing is lost, and what is left out arrives later."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

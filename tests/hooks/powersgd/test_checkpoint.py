@@ -1,7 +1,5 @@
 """Saving and loading, also with another number of ranks."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

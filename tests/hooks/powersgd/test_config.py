@@ -1,7 +1,5 @@
 """Options out of range, and states that do not fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,14 +1,12 @@
 """On real ranks: many buckets on Gloo."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness import Record, assert_parity, run_ranks, train, wrap
+from harness import Record, assert_parity, on_ranks, train, wrap
 from harness.models import TRANSFORMER
 from overlap import PowerSGD, register
 
@@ -20,7 +18,8 @@ def _run(rank: int, stage: PowerSGD, *, min_buckets: int = 3, **options: Any) ->
     return train(ddp, optimizer, TRANSFORMER.batches(rank, steps=6), min_buckets=min_buckets, gradients=True)
 
 
-def _many_buckets(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=180)
+def test_many_buckets_are_as_one(rank: int, world_size: int) -> None:
     """One bucket is another order of collectives and other batches, but the same memory by parameter."""
     for alternate in (False, True):
         many, one = (PowerSGD(rank=2, min_compression_rate=1, alternate=alternate) for _ in range(2))
@@ -38,7 +37,3 @@ def _many_buckets(rank: int, world_size: int) -> None:
             atol=1e-5,
             reason="collectives of other sizes add up in another order, and six steps depend on each other",
         )
-
-
-def test_many_buckets_are_as_one() -> None:
-    run_ranks(_many_buckets, 2, timeout_s=180)

@@ -1,7 +1,5 @@
 """Gradients that are zero, not finite, large or oddly laid out, and ranks that have joined."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which gradients are compressed: from shapes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

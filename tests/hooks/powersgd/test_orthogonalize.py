@@ -1,7 +1,5 @@
 """Each algorithm gives orthonormal bases for any rows, with the span of the rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Equal to PyTorch's hook, where that one runs: one bucket on Gloo, with the same random starts, 10 iterations."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator

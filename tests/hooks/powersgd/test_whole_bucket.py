@@ -1,7 +1,5 @@
 """`batched_powerSGD_hook`: a bucket is one square matrix."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

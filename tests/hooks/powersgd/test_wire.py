@@ -1,7 +1,5 @@
 """Factors that travel through a wire."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

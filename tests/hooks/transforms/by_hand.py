@@ -1,7 +1,5 @@
 """The same as each transform, by hand on plain DDP: on the mean, on this rank's own gradients, on new parameters."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

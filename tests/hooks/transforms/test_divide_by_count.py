@@ -1,7 +1,5 @@
 """`DivideByCount` beside one process on the union of all batches, in which every token has the same weight."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from harness import run_ranks, wrap
+from harness import on_ranks, run_ranks, wrap
 from harness.models import MLP
 from harness.streams import one_process
 from overlap import (
@@ -194,7 +192,8 @@ ROUNDED: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
-def _rounded(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_rounds_loses_no_more_than_its_bound(rank: int, world_size: int) -> None:
     for name, (reducer, loses) in ROUNDED.items():
         ddp, by_count, reference = _ddp(), DivideByCount(), OneProcess()
         chain(by_count, reducer()).register(ddp)
@@ -212,10 +211,6 @@ def _rounded(rank: int, world_size: int) -> None:
             total = errors if not total else [one + other for one, other in zip(total, errors, strict=True)]
             for error in total if "feedback" in name else errors:
                 assert float(error.abs().max()) <= most, (name, step, float(error.abs().max()), most)
-
-
-def test_what_rounds_loses_no_more_than_its_bound() -> None:
-    run_ranks(_rounded, 3)
 
 
 def _window(
@@ -319,7 +314,8 @@ def test_accumulated_and_discarded_batches_count_with_their_gradients() -> None:
         assert all(all(map(torch.equal, of_ranks[0][place], other[place])) for other in of_ranks[1:])
 
 
-def _joined(rank: int, world_size: int) -> None:
+@on_ranks(3, timeout_s=120)
+def test_under_join_a_rank_that_has_run_out_counts_nothing(rank: int, world_size: int) -> None:
     """Ranks have 3, 6 and 2 microbatches: with two a step, the first one runs out between two."""
     numbers = (3, 6, 2)
     for build in (
@@ -350,11 +346,8 @@ def _joined(rank: int, world_size: int) -> None:
             reference.compare(ddp, f"{optimizer!r}, {divides=}")
 
 
-def test_under_join_a_rank_that_has_run_out_counts_nothing() -> None:
-    run_ranks(_joined, 3, timeout_s=120)
-
-
-def _with_plain_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_equal_counts_that_are_powers_of_two_give_plain_ddps_bits(rank: int, world_size: int) -> None:
     """Counts of 8 on each of two ranks: every division is by a power of two."""
     plain, ours, by_count = _ddp(), _ddp(), DivideByCount()
     optimizer = SGD(plain.parameters())
@@ -370,10 +363,6 @@ def _with_plain_ddp(rank: int, world_size: int) -> None:
         assert all(map(torch.equal, _values(plain), _values(ours))), step
 
 
-def test_equal_counts_that_are_powers_of_two_give_plain_ddps_bits() -> None:
-    run_ranks(_with_plain_ddp, 2)
-
-
 WRONG_COUNTS: list[tuple[Any, str]] = [
     (-2, r"rank 1 counts -2: .*at least 0"),
     (float("nan"), r"rank 1 counts nan"),
@@ -384,7 +373,8 @@ WRONG_COUNTS: list[tuple[Any, str]] = [
 ]
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(3, timeout_s=120)
+def test_counts_that_cannot_be_right_are_refused_alike_on_all_ranks(rank: int, world_size: int) -> None:
     ddp, by_count = _ddp(), DivideByCount()
     optimizer = _stepped(AllReduce, deferred=True)(by_count, ddp)
     kept = _values(ddp)
@@ -432,19 +422,12 @@ def _refused(rank: int, world_size: int) -> None:
         backward(4)
 
 
-def test_counts_that_cannot_be_right_are_refused_alike_on_all_ranks() -> None:
-    run_ranks(_refused, 3, timeout_s=120)
-
-
 def _local(ddp: Any) -> Any:
     return PostLocal(PostLocalSGDState(None, None, start_localSGD_iter=2))
 
 
-def test_where_it_cannot_stand_it_is_refused() -> None:
-    run_ranks(_places, 1)
-
-
-def _places(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_where_it_cannot_stand_it_is_refused(rank: int, world_size: int) -> None:
     ddp = _ddp()
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: chain(AllReduce(), DivideByCount()), "in place of the reducer, and stands after it: write chain"),

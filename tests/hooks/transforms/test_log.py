@@ -1,13 +1,11 @@
 """`Log` reports the norm of each gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
-from harness import run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -96,13 +94,10 @@ def _joined() -> None:
     assert steps == ([0, 1, 2, 3, 4, 5, 6, 7] if rank == 0 else [0, 1, 4, 5])
 
 
-def _reports(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reports_are_the_norms_by_hand(rank: int, world_size: int) -> None:
     for scenario in (_norms, _sharded, _joined):
         scenario()
-
-
-def test_reports_are_the_norms_by_hand() -> None:
-    run_ranks(_reports, 2)
 
 
 def test_what_is_no_function_is_refused() -> None:

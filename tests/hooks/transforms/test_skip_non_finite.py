@@ -1,7 +1,5 @@
 """`SkipNonFinite` is the loop `if all gradients are finite: optimizer.step()`, bit for bit, on every rank."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import Record, assert_parity, overlapped_step, run_ranks, train, wrap
+from harness import Record, assert_parity, on_ranks, overlapped_step, train, wrap
 from harness.models import MLP, UNUSED, Batch, Case, mean_squared_error
 from overlap import (
     AllReduce,
@@ -167,13 +165,10 @@ def _refused(rank: int) -> None:
         chain(AllReduce(), Step(both)).register(other)
 
 
-def _play(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=120)
+def test_steps_are_left_out_as_by_hand(rank: int, world_size: int) -> None:
     for scenario in (_replicated, _sharded, _hooks_and_outsiders, _several, _first_step_and_sums, _refused):
         scenario(rank)
-
-
-def test_steps_are_left_out_as_by_hand() -> None:
-    run_ranks(_play, 2, timeout_s=120)
 
 
 def test_what_only_float64_holds_is_finite() -> None:

@@ -1,14 +1,12 @@
 """Each transform, in each place and before each form of update, equals the same thing by hand on plain DDP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from harness import Record, assert_parity, run_ranks, wrap
+from harness import Record, assert_parity, on_ranks, run_ranks, wrap
 from harness.models import DTYPES, EMPTY, MLP, UNUSED, mean_squared_error
 from overlap import AllReduce, Bucket, ClipGradNorm, Stage, chain
 from overlap.hooks import all_reduce
@@ -113,7 +111,8 @@ def test_every_place_and_form() -> None:
         assert not failed, "\n".join(failed.values())
 
 
-def _norm(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_the_norm_can_be_read(rank: int, world_size: int) -> None:
     """Of three ranks, also of accumulated gradients."""
     by, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
     chain(AllReduce(), clip := ClipGradNorm(0.05)).register(ddp)
@@ -128,10 +127,6 @@ def _norm(rank: int, world_size: int) -> None:
         assert clip.norm is not None and clip.norm.shape == () and torch.equal(clip.norm, norm)
         for one, other in zip(ddp.parameters(), by.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
-
-
-def test_the_norm_can_be_read() -> None:
-    run_ranks(_norm, 3)
 
 
 def test_the_norm_of_parts_in_float64_is_not_rounded() -> None:

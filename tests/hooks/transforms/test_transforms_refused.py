@@ -1,7 +1,5 @@
 """What a transform cannot do where it stands is an error with a remedy, before any collective where possible."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import plain_step, run_ranks, wrap
+from harness import on_ranks, plain_step, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -129,10 +127,7 @@ def _skipped_update(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def _play(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_where_a_transform_cannot_work_it_is_refused(rank: int, world_size: int) -> None:
     for scenario in (_places, _second_backward, _skipped_update, _scaled):
         scenario(rank, world_size)
-
-
-def test_where_a_transform_cannot_work_it_is_refused() -> None:
-    run_ranks(_play, 2)

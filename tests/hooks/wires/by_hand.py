@@ -1,7 +1,5 @@
 """What each wire makes of values, and what a sum over ranks through it gives, with all ranks' values at hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Every wire: how far off decoded values are, what is exact, what is not finite, and what a message holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A step that is not made leaves nothing in the memory of stages: all bits are as if its batch had never come."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import assert_parity, run_ranks
+from harness import assert_parity, on_ranks, run_ranks
 from overlap import (
     AllReduce,
     Int4,
@@ -269,7 +267,8 @@ def test_and_on_three_ranks() -> None:
     run_ranks(_as_if_never_there, 3, ["zero_grad()"], SOME)
 
 
-def _several(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_of_several_optimizers_each_has_its_parameters_memory(rank: int, world_size: int) -> None:
     """Of two optimizers of a chain one is discarded: its parameters' memory is taken back, the other's stays."""
     for memory in ("8 bits", "factors", "whole buckets"):
         results = []
@@ -293,11 +292,8 @@ def _several(rank: int, world_size: int) -> None:
             assert not torch.equal(kept[name], before[name]), (memory, name)
 
 
-def test_of_several_optimizers_each_has_its_parameters_memory() -> None:
-    run_ranks(_several, 2)
-
-
-def _resumed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_run_resumes_right_after_a_step_that_was_not_made(rank: int, world_size: int) -> None:
     """A state that is saved right after a step was discarded; both runs save it, and the other loads it, too."""
     for memory, make in MEMORIES.items():
         ends = []
@@ -318,11 +314,8 @@ def _resumed(rank: int, world_size: int) -> None:
         assert_parity(ends[1], ends[0], what=memory)
 
 
-def test_a_run_resumes_right_after_a_step_that_was_not_made() -> None:
-    run_ranks(_resumed, 2)
-
-
-def _removed_and_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_removing_between_backward_and_the_step_and_what_cannot_be_discarded(rank: int, world_size: int) -> None:
     run, stage = Run(rank), MEMORIES["8 bits"]()
     optimizer = OverlappedOptimizer(SGD(run.ddp.parameters()))
     registration = chain(stage, Step(optimizer, deferred=True)).register(run.ddp)
@@ -346,11 +339,8 @@ def _removed_and_refused(rank: int, world_size: int) -> None:
         assert_parity(after, before, what="the pass")
 
 
-def test_removing_between_backward_and_the_step_and_what_cannot_be_discarded() -> None:
-    run_ranks(_removed_and_refused, 2)
-
-
-def _average_fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_average_that_fails_or_is_not_finite_changes_no_memory(rank: int, world_size: int) -> None:
     """An average that fails, or is not finite, changes no memory of its wire."""
     run = Run(rank)
     averages = LocalSGD(
@@ -379,10 +369,6 @@ def _average_fails(rank: int, world_size: int) -> None:
             run.ddp.module[0].weight[0, 0] = torch.inf
     train(2)
     assert_parity(memory.state_dict(), before, what="after an average that is not finite")
-
-
-def test_an_average_that_fails_or_is_not_finite_changes_no_memory() -> None:
-    run_ranks(_average_fails, 2)
 
 
 @pytest.mark.parametrize("is_bad", [True, False])

@@ -1,10 +1,8 @@
 """Gradients through every wire, with and without error feedback, against the same done by hand."""
 
-from __future__ import annotations
-
 import torch
 
-from harness import assert_equal_ranks, assert_parity, run_ranks
+from harness import assert_equal_ranks, assert_parity, on_ranks
 from overlap import BFloat16, Float8, Float16, Int4, Int8, Quantize, TopK, Wire
 
 from ..quantize.given import given, of_ranks, reduced
@@ -12,12 +10,6 @@ from .by_hand import summed
 
 WIRES = [Float16(), BFloat16(), Float8(chunk=128), Int8(), Int4(), TopK(0.01), TopK(0.2, chunk=256)]
 SIZES = [1, 7, 300, 9001]
-
-
-def _as_by_hand(rank: int, world_size: int) -> None:
-    for wire in WIRES:
-        for error_feedback in (False, True):
-            _every_step(rank, world_size, wire, error_feedback)
 
 
 def _every_step(rank: int, world_size: int, wire: Wire, error_feedback: bool) -> None:
@@ -44,5 +36,8 @@ def _every_step(rank: int, world_size: int, wire: Wire, error_feedback: bool) ->
     assert stage.state_dict().keys() >= ({"error"} if error_feedback else set())
 
 
-def test_every_wire_with_and_without_error_feedback_is_what_it_is_by_hand() -> None:
-    run_ranks(_as_by_hand, 3)
+@on_ranks(3)
+def test_every_wire_with_and_without_error_feedback_is_what_it_is_by_hand(rank: int, world_size: int) -> None:
+    for wire in WIRES:
+        for error_feedback in (False, True):
+            _every_step(rank, world_size, wire, error_feedback)

@@ -1,7 +1,5 @@
 """Several updates in one chain: what is refused, and their common reduction; tests/compositions has their parity."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.join import Join as TorchJoin
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -49,7 +47,8 @@ def zero_pair(ddp: Any) -> tuple[Any, Any]:
     )
 
 
-def _registered(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_parameter_of_two_updates_is_an_error_that_names_it(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     weights, biases = divided(ddp)
     some = OverlappedOptimizer(torch.optim.SGD(weights, lr=0.1))
@@ -74,11 +73,8 @@ def _registered(rank: int, world_size: int) -> None:
         mean_squared_error(ddp, MLP.batch(1, rank)).backward()
 
 
-def test_a_parameter_of_two_updates_is_an_error_that_names_it() -> None:
-    run_ranks(_registered, 2)
-
-
-def _joined_by_torch(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_pytorchs_join_replays_what_is_done_in_backward_and_refuses_the_rest(rank: int, world_size: int) -> None:
     for is_deferred in (False, True):
         plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
         reference, pair = plain_pair(plain), zero_pair(ddp)
@@ -97,10 +93,6 @@ def _joined_by_torch(rank: int, world_size: int) -> None:
             assert_parity(list(ddp.parameters()), list(plain.parameters()), what="joined by PyTorch")
 
 
-def test_pytorchs_join_replays_what_is_done_in_backward_and_refuses_the_rest() -> None:
-    run_ranks(_joined_by_torch, 2)
-
-
 class _Looks(Transform):
     """A transform that keeps what it sees of each bucket."""
 
@@ -117,7 +109,10 @@ def _kinds(*stages: Any) -> list[str]:
     return [type(stage).__name__ for stage in chain(*stages).sequence]
 
 
-def _inserted(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_chain_gets_the_reduction_of_its_sharded_update_where_others_need_the_mean(
+    rank: int, world_size: int
+) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     muon, adamw = zero_pair(ddp)
     whole = OverlappedOptimizer(torch.optim.AdamW(divided(ddp)[1], **ADAMW))
@@ -135,7 +130,8 @@ def _inserted(rank: int, world_size: int) -> None:
     assert "Muon by parameter, AdamW by element" in ReduceScatter(muon, adamw).signature
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_reduction_without_its_update_is_an_error_at_registration(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     muon, adamw = zero_pair(ddp)
     for zeros, message in (
@@ -160,11 +156,3 @@ def _refused(rank: int, world_size: int) -> None:
     mean_squared_error(ddp, MLP.batch(0, rank)).backward()
     muon.step()
     adamw.step()
-
-
-def test_a_chain_gets_the_reduction_of_its_sharded_update_where_others_need_the_mean() -> None:
-    run_ranks(_inserted, 1)
-
-
-def test_a_reduction_without_its_update_is_an_error_at_registration() -> None:
-    run_ranks(_refused, 2)

@@ -1,7 +1,5 @@
 """What a user did wrong is named, at construction, at registration or at first use."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_ranks, wrap
+from harness import on_ranks, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -107,7 +105,8 @@ def _model_and_zero() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]
     return ddp, ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1, overlap_with_ddp=True)
 
 
-def _registered(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_registrations_that_cannot_work_are_refused(rank: int, world_size: int) -> None:
     ddp, zero = _model_and_zero()
     other, _ = _model_and_zero()
     more = ZeroRedundancyOptimizer([*ddp.parameters(), nn.Parameter(torch.zeros(3))], SGD, lr=0.1)
@@ -138,7 +137,3 @@ def _registered(rank: int, world_size: int) -> None:
     hooked.register_comm_hook(None, as_hook(ZeroStep(zero, gather="forward")))
     with pytest.raises(ConfigurationError, match=r"overlap\.register"):
         mean_squared_error(hooked, MLP.batch(0, rank)).backward()
-
-
-def test_registrations_that_cannot_work_are_refused() -> None:
-    run_ranks(_registered, 2)

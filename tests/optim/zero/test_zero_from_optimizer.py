@@ -1,7 +1,5 @@
 """An optimizer that exists already is sharded with all that it is, and goes on as plain DDP's, bit for bit."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, mean_squared_error
 from harness.third_party import BlockwiseAdamW, CountingSGD, patch_step
 from overlap import (
@@ -59,7 +57,8 @@ BUILT: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def _goes_on(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_it_goes_on_bit_for_bit_with_groups_defaults_and_state(rank: int, world_size: int) -> None:
     for name, build in BUILT.items():
         for before in (0, 3) if name == "of a factory" else (3,):
             plain, ddp = wrap(MLP.model(), **MLP.ddp_options()), wrap(MLP.model(), **MLP.ddp_options())
@@ -75,10 +74,6 @@ def _goes_on(rank: int, world_size: int) -> None:
             zero.consolidate_state_dict(to=None)
             assert_parity(zero.state_dict(), reference.state_dict(), what=f"{name} after {before}")
             registration.remove()
-
-
-def test_it_goes_on_bit_for_bit_with_groups_defaults_and_state() -> None:
-    run_ranks(_goes_on, 2)
 
 
 def _sgd(ddp: Any) -> Any:
@@ -103,7 +98,8 @@ GIVEN: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_taken_over_is_refused(rank: int, world_size: int) -> None:
     for edit, match in EDITED:
         sgd = _sgd(wrap(MLP.model()))
         edit(sgd)
@@ -122,11 +118,8 @@ def _refused(rank: int, world_size: int) -> None:
         ZeroRedundancyOptimizer.from_optimizer(blocks, partition="element")
 
 
-def test_what_cannot_be_taken_over_is_refused() -> None:
-    run_ranks(_refused, 2)
-
-
-def _freed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_whole_state_of_an_optimizer_that_is_dropped_is_freed(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     plain = torch.optim.AdamW(ddp.parameters())
     mean_squared_error(ddp, MLP.batch(0, rank)).backward()
@@ -136,7 +129,3 @@ def _freed(rank: int, world_size: int) -> None:
     del plain
     gc.collect()
     assert [one() for one in kept] == [None, None] and zero.state
-
-
-def test_the_whole_state_of_an_optimizer_that_is_dropped_is_freed() -> None:
-    run_ranks(_freed, 2)

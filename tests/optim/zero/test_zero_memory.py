@@ -1,7 +1,5 @@
 """A rank keeps its share of the state, and no temporary is larger than a bucket."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.host_cost import IdleStreams
-from harness import bucket_sizes_bytes, run_ranks, wrap
+from harness import bucket_sizes_bytes, on_ranks, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
 from overlap.optim.zero import exchange
@@ -185,15 +183,12 @@ def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, li
     return max(taken), [tensor.detach().clone() for tensor in trained]
 
 
-def _in_parts(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_bucket_of_the_whole_model_is_reduced_in_parts(rank: int, world_size: int) -> None:
     whole_bytes, expected = _first_pass(rank, world_size, 2**20)
     part_bytes, found = _first_pass(rank, world_size, 8 * 1024)
     assert part_bytes < whole_bytes / 2
     assert all(map(torch.equal, found, expected))
-
-
-def test_a_bucket_of_the_whole_model_is_reduced_in_parts() -> None:
-    run_ranks(_in_parts, 3)
 
 
 def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torch.Tensor]]:
@@ -212,16 +207,13 @@ def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torc
     return sum(place.numel() for place in memory), [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-def _in_two_rows(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_other_ranks_send_takes_two_rows_however_large_a_bucket_is(rank: int, world_size: int) -> None:
     row_bytes = 1600
     _, expected = _in_rows(rank, world_size, 2**20)
     held_bytes, found = _in_rows(rank, world_size, row_bytes)
     assert 0 < held_bytes <= 2 * row_bytes
     assert all(map(torch.equal, found, expected))
-
-
-def test_what_other_ranks_send_takes_two_rows_however_large_a_bucket_is() -> None:
-    run_ranks(_in_two_rows, 3)
 
 
 def test_workspace_is_shared_by_the_threads_of_backward_and_of_the_engine() -> None:

@@ -1,7 +1,5 @@
 """The sharded update equals plain DDP and the same optimizer: every form, model, kind of parameter and optimizer."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any
@@ -12,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from zero_loops import ADAMW_OPTIONS, FORMS, register
 
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 
@@ -47,7 +45,9 @@ def test_every_form_equals_plain_ddp(world_size: int) -> None:
     run_ranks(_forms, world_size)
 
 
-def _moved(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_move_to_other_memory_are_followed(rank: int, world_size: int) -> None:
+    """tests/loops has complex, transposed and tiny ones."""
     for form in ("interleaved", "alone"):
         plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
         reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
@@ -61,12 +61,8 @@ def _moved(rank: int, world_size: int) -> None:
             assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{form}, step {step}")
 
 
-def test_parameters_that_move_to_other_memory_are_followed() -> None:
-    """tests/loops has complex, transposed and tiny ones."""
-    run_ranks(_moved, 2)
-
-
-def _masters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_bf16_parameters_are_updated_in_fp32(rank: int, world_size: int) -> None:
     """The reference keeps fp32 parameters by hand and rounds them into the model's after each step."""
     for form in ("interleaved", "deferred", "alone"):
         model = MLP.model().bfloat16()
@@ -97,10 +93,6 @@ def _masters(rank: int, world_size: int) -> None:
             assert state[index]["exp_avg"].dtype == torch.float32
 
 
-def test_bf16_parameters_are_updated_in_fp32() -> None:
-    run_ranks(_masters, 2)
-
-
 # The kernels in which 16-bit elements at a tensor's end are rounded as no others are.
 KERNELS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
     f"{cls.__name__} {kernel}": (cls, {"lr": 0.01, "weight_decay": 0.1, "foreach": False, **options, kernel: True})
@@ -113,7 +105,8 @@ KERNELS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
 }
 
 
-def _low_precision(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_kernel_equals_plain_ddp_in_low_precision(rank: int, world_size: int) -> None:
     for dtype, (name, (cls, options)) in itertools.product((torch.bfloat16, torch.float16), KERNELS.items()):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(37, 29), nn.Tanh(), nn.Linear(29, 71), nn.Tanh(), nn.Linear(71, 5)).to(dtype)
@@ -129,10 +122,6 @@ def _low_precision(rank: int, world_size: int) -> None:
             ddp(inputs).float().square().mean().backward()
             zero.step()
             assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{name}, {dtype}, step {step}")
-
-
-def test_every_kernel_equals_plain_ddp_in_low_precision() -> None:
-    run_ranks(_low_precision, 2)
 
 
 @declare("element")
@@ -152,7 +141,8 @@ class Selective(Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"] * factor * scale)
 
 
-def _selective(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_names_requires_grad_and_arguments_of_step_reach_the_optimizer(rank: int, world_size: int) -> None:
     plain, ddp = wrap(MLP.model(), **MLP.ddp_options()), wrap(MLP.model(), **MLP.ddp_options())
     reference = Selective(plain.module.named_parameters())
     zero = ZeroRedundancyOptimizer(ddp.module.named_parameters(), Selective, overlap_with_ddp=True)
@@ -172,7 +162,3 @@ def _selective(rank: int, world_size: int) -> None:
     mean_squared_error(ddp, MLP.batch(0, rank)).backward()
     with pytest.raises(TrainingLoopError, match=r"zero\.step\(scale=\.\.\.\): the update was made in backward"):
         zero.step(scale=2.0)
-
-
-def test_names_requires_grad_and_arguments_of_step_reach_the_optimizer() -> None:
-    run_ranks(_selective, 2)

@@ -1,7 +1,5 @@
 """The elements that each rank owns, and the pieces of a bucket."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.host_cost import IdleStreams
-from harness import run_ranks
+from harness import on_ranks
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
 from overlap.optim.zero.exchange import BucketShards
@@ -100,7 +98,10 @@ def test_a_bucket_is_cut_as_its_parameters_are(
     assert torch.equal(flat, expected)
 
 
-def _on_streams(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_on_streams_rows_in_place_short_chunks_and_fewer_matrices_than_ranks_are_exact(
+    rank: int, world_size: int
+) -> None:
     """Rows in place, short chunks, matrices fewer than ranks; every rank feeds the same, so sums are exact."""
     for partition in ("element", "parameter"):
         with streams_replaced(IdleStreams()):
@@ -123,7 +124,3 @@ def _on_streams(rank: int, world_size: int) -> None:
                     optimizer.step()
         for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
             assert torch.equal(mine, theirs), (partition, mine.shape)
-
-
-def test_on_streams_rows_in_place_short_chunks_and_fewer_matrices_than_ranks_are_exact() -> None:
-    run_ranks(_on_streams, 4)

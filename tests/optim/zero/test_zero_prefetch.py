@@ -1,7 +1,5 @@
 """With gather="forward" parameters are gathered during the next forward, in parts, and whoever reads them waits."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_ranks, wrap
+from harness import on_ranks, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.errors import UnsupportedError
 from overlap.optim.zero import exchange
@@ -101,7 +99,8 @@ READERS: dict[str, Callable[[_Loop], Iterable[Tensor]]] = {
 }
 
 
-def _read(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_whoever_reads_parameters_through_the_model_waits_for_them(rank: int, world_size: int) -> None:
     for deferred in (False, True):
         plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False, deferred=deferred)
         for step, (name, read) in enumerate(READERS.items()):
@@ -115,11 +114,8 @@ def _read(rank: int, world_size: int) -> None:
             assert torch.equal(mine, theirs)
 
 
-def test_whoever_reads_parameters_through_the_model_waits_for_them() -> None:
-    run_ranks(_read, 2)
-
-
-def _early(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_forward_begins_before_all_gathers_are_over(rank: int, world_size: int) -> None:
     loop = _Loop(rank, is_plain=False, gather_s=0.04)
     in_forward: list[int] = []
     # The first layer is through.
@@ -134,11 +130,8 @@ def _early(rank: int, world_size: int) -> None:
     assert all(early < late for early, late in list(zip(in_forward, after_forward, strict=True))[2:])
 
 
-def test_a_forward_begins_before_all_gathers_are_over() -> None:
-    run_ranks(_early, 2)
-
-
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_modules_compiled_in_place_are_refused(rank: int, world_size: int) -> None:
     ours = _Loop(rank, is_plain=False)
     ours.registration.remove()
     stage = ZeroStep(ours.optimizer, gather="forward")
@@ -153,11 +146,8 @@ def _compiled(rank: int, world_size: int) -> None:
         ours.backward(0)
 
 
-def test_modules_compiled_in_place_are_refused() -> None:
-    run_ranks(_compiled, 2)
-
-
-def _a_gather_fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_error_of_a_failed_gather_stays_until_the_parameters_are_loaded(rank: int, world_size: int) -> None:
     loop = _Loop(rank, is_plain=False)
     zero = loop.optimizer
 
@@ -192,10 +182,6 @@ def _a_gather_fails(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="lost"):
         zero.wait()
     loop.registration.remove()  # Raises only what nobody has heard of.
-
-
-def test_the_error_of_a_failed_gather_stays_until_the_parameters_are_loaded() -> None:
-    run_ranks(_a_gather_fails, 2)
 
 
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

@@ -1,7 +1,5 @@
 """State of every kind is saved and loaded as the plain optimizer's, by every way to save, at any number of ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 import overlap
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, run_ranks, wrap
 from harness.models import DTYPES, EMPTY, MLP, Case, mean_squared_error
 from harness.third_party import BlockwiseAdamW
 from overlap import (
@@ -127,7 +125,8 @@ def test_state_of_every_kind_is_that_of_plain_ddp_and_resumes_exactly(tmp_path: 
         run_ranks(_leg, ranks, tmp_path, stop)
 
 
-def _blockwise_by_element(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_value_per_block_is_refused_at_the_first_step_by_element_and_at_loading(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), Misdeclared, partition="element", overlap_with_ddp=True)
     chain(ZeroStep(zero, deferred=True)).register(ddp)
@@ -142,10 +141,6 @@ def _blockwise_by_element(rank: int, world_size: int) -> None:
     plain.step()
     with pytest.raises(UnsupportedError, match=r"state 'absmax1' of parameter 0 of group 0 .*partition='parameter'"):
         zero.load_state_dict(plain.state_dict())
-
-
-def test_a_value_per_block_is_refused_at_the_first_step_by_element_and_at_loading() -> None:
-    run_ranks(_blockwise_by_element, 2)
 
 
 ADAM: dict[str, Any] = {"lr": 0.01, "amsgrad": True}
@@ -203,7 +198,8 @@ def test_state_dict_is_whole_or_empty_where_it_was_consolidated_elsewhere_and_ne
     run_ranks(_who_has_it, 2, tmp_path)
 
 
-def _hooks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hooks_of_state_dicts_run(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     zero = _zero(ddp)
     seen: list[str] = []
@@ -215,10 +211,6 @@ def _hooks(rank: int, world_size: int) -> None:
     zero.consolidate_state_dict(to=None)
     zero.load_state_dict(zero.state_dict())
     assert seen == ["before saving", "note 7", "after loading"]
-
-
-def test_hooks_of_state_dicts_run() -> None:
-    run_ranks(_hooks, 2)
 
 
 def _does_not_fit(rank: int, world_size: int, folder: Path) -> None:

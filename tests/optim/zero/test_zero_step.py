@@ -1,7 +1,5 @@
 """What step() does: clipping, GradScaler, Join, the stage after a reducer, and the names of PyTorch."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch.distributed.algorithms.join import Join
 from zero_loops import ADAMW_OPTIONS, FORMS, register
 
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     TrainingLoopError,
@@ -24,7 +22,8 @@ from overlap import (
 )
 
 
-def _under_torch_names(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hooks_under_the_names_of_pytorch_update_from_the_first_iteration(rank: int, world_size: int) -> None:
     for wrapper in (hook_with_zero_step, hook_with_zero_step_interleaved):
         plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
         reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
@@ -40,11 +39,8 @@ def _under_torch_names(rank: int, world_size: int) -> None:
             assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{wrapper.__name__}, step {step}")
 
 
-def test_hooks_under_the_names_of_pytorch_update_from_the_first_iteration() -> None:
-    run_ranks(_under_torch_names, 2)
-
-
-def _frozen_with_a_gradient(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_without_hooks_a_frozen_parameter_with_a_gradient_is_stepped_on_every_rank(rank: int, world_size: int) -> None:
     plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
     reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW_OPTIONS)
@@ -57,10 +53,6 @@ def _frozen_with_a_gradient(rank: int, world_size: int) -> None:
     assert torch.equal(ddp.module[0].weight, plain.module[0].weight)
 
 
-def test_without_hooks_a_frozen_parameter_with_a_gradient_is_stepped_on_every_rank() -> None:
-    run_ranks(_frozen_with_a_gradient, 2)
-
-
 def _made(ddp: Any, form: str) -> ZeroRedundancyOptimizer:
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     if form == "deferred":
@@ -68,7 +60,8 @@ def _made(ddp: Any, form: str) -> ZeroRedundancyOptimizer:
     return zero
 
 
-def _clip(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_zero_by_hand_is_that_of_plain_ddp(rank: int, world_size: int) -> None:
     for form, (norm_type, max_norm) in itertools.product(
         ("deferred", "without a stage"), ((2.0, 0.1), (float("inf"), 0.01))
     ):
@@ -93,11 +86,8 @@ def _clip(rank: int, world_size: int) -> None:
             torch.testing.assert_close(ours, theirs, **tolerance)
 
 
-def test_clipping_zero_by_hand_is_that_of_plain_ddp() -> None:
-    run_ranks(_clip, 2)
-
-
-def _not_clipped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_zero_where_there_is_nothing_to_clip_is_refused(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     chain(ZeroStep(zero)).register(ddp)
@@ -113,10 +103,6 @@ def _not_clipped(rank: int, world_size: int) -> None:
     loss.backward()
     with pytest.raises(TrainingLoopError, match="so they cannot be clipped"):
         zero.clip_grad_norm_(1.0, error_if_nonfinite=True)
-
-
-def test_clipping_zero_where_there_is_nothing_to_clip_is_refused() -> None:
-    run_ranks(_not_clipped, 2)
 
 
 def _one_rank_alone_is_not_finite(rank: int, world_size: int) -> float:
@@ -182,7 +168,10 @@ def test_pytorchs_join_equals_plain_ddp_under_it(world_size: int) -> None:
     run_ranks(_uneven, world_size)
 
 
-def _cannot_join(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout_s=6)
+def test_pytorchs_join_is_refused_with_unused_parameters_and_without_zero_outside_of_backward(
+    rank: int, world_size: int
+) -> None:
     ddp = wrap(UNUSED_ON_SOME_RANKS.model(), **UNUSED_ON_SOME_RANKS.ddp_options())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     register("interleaved", ddp, zero)
@@ -195,7 +184,3 @@ def _cannot_join(rank: int, world_size: int) -> None:
     error: Any = TrainingLoopError if rank == 1 else Exception
     with pytest.raises(error, match=match):
         _train(ddp, zero, MLP, [ddp], rank)
-
-
-def test_pytorchs_join_is_refused_with_unused_parameters_and_without_zero_outside_of_backward() -> None:
-    run_ranks(_cannot_join, 2, group_timeout_s=6)

@@ -1,7 +1,5 @@
 """Edits of the optimizer's state and groups by hand, between steps, are those of plain DDP or are refused by name."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import ConfigurationError, TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain
 
@@ -65,7 +63,8 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
 WHOLE = {"mask": _mask, "new moments": _new_moments}
 
 
-def _edited(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_edits_of_zeros_state_and_groups_are_those_of_plain_ddp(rank: int, world_size: int) -> None:
     cases = [(True, edit, "element") for edit in ELEMENTWISE]
     cases += [(True, edit, "parameter") for edit in ("set each", "scale", *WHOLE)]
     for has_stage, edit, partition in [*cases, (False, "scale", "element")]:
@@ -84,11 +83,8 @@ def _edited(rank: int, world_size: int) -> None:
         assert_parity(zero.state_dict(), reference.state_dict(), what=f"state after {edit}, {partition}")
 
 
-def test_edits_of_zeros_state_and_groups_are_those_of_plain_ddp() -> None:
-    run_ranks(_edited, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_edits_that_would_be_others_than_plain_ddps_are_refused_by_name(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
     chain(ZeroStep(zero)).register(ddp)
@@ -135,11 +131,8 @@ def _refused(rank: int, world_size: int) -> None:
         mean_squared_error(ddp, MLP.batch(0, rank)).backward()
 
 
-def test_edits_that_would_be_others_than_plain_ddps_are_refused_by_name() -> None:
-    run_ranks(_refused, 2)
-
-
-def _restrided(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_memory_format_is_refused_and_the_remedy_keeps_the_state(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
@@ -160,7 +153,3 @@ def _restrided(rank: int, world_size: int) -> None:
     assert_parity(zero.state_dict()["state"], before, what="state in another memory format")
     ddp = DistributedDataParallel(ddp.module)
     step()
-
-
-def test_another_memory_format_is_refused_and_the_remedy_keeps_the_state() -> None:
-    run_ranks(_restrided, 2)

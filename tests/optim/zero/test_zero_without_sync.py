@@ -1,7 +1,5 @@
 """On an accelerator, whose host would wait for a comparison, a forward that leads to own gradients is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The forms of the sharded update."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
