@@ -165,7 +165,7 @@ def _counted(ddp: DistributedDataParallel, make: Maker) -> Update:
 
 @dataclass
 class _Hook:
-    """What a hook written by hand does with a bucket, where it can be timed."""
+    """The work of a hand-written hook on one bucket, as a method that can be timed."""
 
     on_bucket: Callable[[Any], Any]
 
@@ -341,7 +341,7 @@ def step(ddp: nn.Module, update: Update, x: Tensor) -> None:
 
 
 class Calls(NamedTuple):
-    """What a step calls: functions of the package, functions in C that these call, and operations of streams."""
+    """The calls of a step: functions of the package, functions in C that these call, and operations of streams."""
 
     python: int
     c: int

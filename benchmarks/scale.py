@@ -1,4 +1,4 @@
-"""What a rank does and keeps at so many ranks, on an accelerator, measured without one.
+"""The work and the memory of one rank on an accelerator against the number of ranks, measured without one.
 
     python -m benchmarks.scale [--ranks 8 64 512 4096] [--buckets 4] [--only TEXT] [--into docs/scale.md]
 

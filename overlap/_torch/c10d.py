@@ -506,6 +506,7 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A Gloo group of the ranks of ``group``, made once by all of them and no others, for tensors in CPU memory; its
     collectives do not mix with those of training, also from a thread."""
     if (found := _side_groups.get(group)) is None:
-        ranks = dist.get_process_group_ranks(group)
-        found = _side_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        ranks, name = dist.get_process_group_ranks(group), f"overlap/{group_name(group)}/side"
+        timeout = distributed_c10d.default_pg_timeout
+        found = _side_groups[group] = new_group_of(ranks, name, backends="gloo", timeout=timeout, has_priority=False)
     return found
