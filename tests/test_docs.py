@@ -173,6 +173,14 @@ def test_the_grid_of_estimates_is_what_the_command_prints() -> None:
     assert grid in (DOCS / "choose.md").read_text(), "overlap estimate --grid"
 
 
+def test_the_estimate_of_the_front_page_is_that_of_its_command() -> None:
+    chains = {chain.name: chain for chain in estimate.CHAINS}
+    job = estimate.Job(link_gbit=10, machines=2)
+    assert (job.ranks_a_machine, job.tokens) == (8, 8192)
+    ratio = estimate.step_ms(job, chains["DDP"]) / estimate.step_ms(job, chains["Quantize(Int8())"])
+    assert f"`Quantize(Int8())` is estimated to be {ratio:.1f} times as fast" in (ROOT / "README.md").read_text()
+
+
 def test_estimates_agree_with_the_measured_rows_within_a_quarter() -> None:
     """ResNet-18 on two CPU ranks; compute and the link as measured in the same run, 8.1 GB/s of memory for a core."""
     text = (DOCS / "reports" / "step-times.md").read_text().partition("## On loopback")[0]
