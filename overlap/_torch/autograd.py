@@ -20,13 +20,8 @@ _CONTEXT = "context"
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
-def version(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` has been changed in place."""
-    return tensor._version
-
-
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """:func:`version` of each of ``tensors``."""
+    """How often each of ``tensors`` has been changed in place."""
     return list(map(_version_of, tensors))
 
 

@@ -251,16 +251,11 @@ class GroupChannel:
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def has_all_to_all(self, device: torch.device) -> bool:
-        """Whether :meth:`all_to_all` takes tensors of any lengths on ``device``."""
         return backend_name(self._group, device) == "nccl"
 
-    def all_to_all(self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor) -> list[Any]:
-        """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
-        if isinstance(outputs, Tensor) and isinstance(inputs, Tensor):
-            return [getattr(self._group, _ALL_TO_ALL)(outputs, inputs, [], [], _OF_ALL_TO_ALL)]
-        received, sent = list(outputs), list(inputs)
-        received[self.rank()] = sent[self.rank()] = sent[0].new_empty(0)
-        return [dist.all_to_all(received, sent, group=self._group, async_op=True)]
+    def all_to_all(self, outputs: Tensor, inputs: Tensor) -> list[Any]:
+        """Send ``inputs[r]`` to each rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
+        return [getattr(self._group, _ALL_TO_ALL)(outputs, inputs, [], [], _OF_ALL_TO_ALL)]
 
     def each(self, name: str, tensors: Sequence[tuple[Tensor, int]]) -> list[Any]:
         """``"reduce"`` each tensor to its rank, or ``"broadcast"`` it from there, by one launch if the backend can."""
