@@ -65,7 +65,6 @@ USES = (
     Use("torch.autograd.Variable", "_execution_engine", "the end of backward", "follow FSDP"),
     Use("torch.utils._pytree", "tree_map_only", "tensors in arguments of an operator", "torch.utils.pytree"),
     Use("torch.nn.Module", "_buffers _parameters _modules", "what a module has", "named_buffers() and the like"),
-    Use("torch.nn.Module", "_forward_pre_hooks", "what is computed before a forward", "treat every module so"),
     Use("torch.nn.Module", "_compiled_call_impl", "modules compiled in place", "none: they are refused"),
     Use(
         "torch.optim.Optimizer", _STEP_HOOKS, "step hooks of a wrapped optimizer", "follow Optimizer.profile_hook_step"
