@@ -44,7 +44,7 @@ REMOVED = {
     "offload_wrapper": _OFFLOAD,
     "uses_current_stream": "use overlap.declare(cls, 'element') or overlap.declare(cls, 'parameter')",
 }
-"""Names that the package had, and what takes their place; kept for one release."""
+"""Names that the package had, and their replacements; kept for one release."""
 
 
 def missing_name(package: str, name: str) -> Exception:

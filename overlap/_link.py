@@ -115,7 +115,7 @@ def _enter_new_namespace() -> None:
         raise ConfigurationError(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}")
     run_tool("ip", "link", "set", "lo", "up")
     for key, value in SETTINGS.items():
-        with suppress(OSError):  # Where /proc cannot be written to, and of what this kernel lacks.
+        with suppress(OSError):  # Where /proc cannot be written to, or the kernel lacks a setting.
             Path("/proc/sys/net", key).write_text(value)
 
 

@@ -53,7 +53,7 @@ CHAINS = {
     "int4": "gradients travel in 4 bits, with error feedback",
 }
 _EXACT = ("step", "zero")
-# What --link adds to an exact chain.
+# --link adds it to an exact chain.
 _COMPRESSED = "int8"
 _REDUCERS: dict[str, Callable[[], Stage]] = {
     "step": AllReduce,
@@ -436,7 +436,7 @@ def _table(results: Mapping[str, Any]) -> str:
 
 
 def _gain(runs: Mapping[str, Any], link: str) -> str:
-    """One line: what compressed gradients, those of the last run, gained on the link."""
+    """One line: the gain of compressed gradients, those of the last run, on the link."""
     plain, last = runs["plain DDP"], [*runs.values()][-1]
     return (
         f"On links of {link} {last['chain']} takes {last['step_ms']:.0f} ms a step where plain DDP takes "

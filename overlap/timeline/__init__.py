@@ -1,7 +1,7 @@
-"""A recording of training steps: what was computed, sent and updated, and what of it was exposed.
+"""A recording of training steps: computation, communication and updates, and the exposed part.
 
 recording  the `with` block, its hooks and clocks, and from marks to steps
-report     the steps of all ranks, their intervals and what follows from them, as a table and as a trace
+report     the steps of all ranks, their intervals, as a table and as a trace
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _REDUCES = frozenset({"all_reduce", "reduce_scatter"})
 
 
 class Timeline:
-    """Records the steps that run inside a ``with`` block: what was computed, sent and updated, and when.
+    """Records the steps that run inside a ``with`` block: the times of computation, communication and updates.
 
     Afterwards every rank calls :meth:`report`, which prints as a table, and :meth:`export_chrome_trace`, for which
     rank 0 writes.
@@ -185,7 +185,7 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(slots=True)
 class _Record:
-    """What an :class:`Activity` is read from."""
+    """The marks that an :class:`Activity` is read from."""
 
     kind: Kind
     label: str

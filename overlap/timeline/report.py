@@ -1,4 +1,4 @@
-"""The recorded steps of all ranks: intervals, what follows from them, a table and a trace. All times are in ms."""
+"""The recorded steps of all ranks: intervals, sums of them, a table and a trace. All times are in ms."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def hull(intervals: Sequence[Interval]) -> Interval | None:
 
 @dataclass(frozen=True)
 class Phase(Interval):
-    """What the training thread (on CUDA: its stream) was in; docs/timeline.md has a table of them."""
+    """A stretch of the training thread (on CUDA: of its stream); docs/timeline.md has a table of them."""
 
     name: PhaseName
 
@@ -78,7 +78,7 @@ class Activity(Interval):
     """Something done for a bucket: a collective, from its launch to its completion, or code of a stage."""
 
     kind: Kind
-    """What it is for; code of a reducer, such as a cast, is ``reduce``."""
+    """Its purpose; code of a reducer, such as a cast, is ``reduce``."""
     label: str
     """The collective's name, or the stage's ``repr``."""
     is_collective: bool
@@ -191,7 +191,7 @@ class Report:
     """The recorded steps of all ranks; ``print`` it for a table."""
 
     title: str
-    """The ``repr`` of what was registered with the model, or ``"plain DDP"``."""
+    """The ``repr`` of the stage registered with the model, or ``"plain DDP"``."""
     ranks: tuple[tuple[StepReport, ...], ...]
     """By rank, in the order of the steps."""
 
