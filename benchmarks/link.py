@@ -10,10 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,27 +20,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from overlap.errors import ConfigurationError, OverlapError
+from overlap._link import CLONE_NEWNET, INTERFACE, MTU, SETTINGS, SUBNET, missing_requirement, run_tool, token_bucket
+from overlap.errors import ConfigurationError
 
-INTERFACE = "eth0"
 _PREFIX = "overlap"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(hub|r\d+)$")
 _NETNS_DIR = Path("/run/netns")
-_CLONE_NEWNET = 0x40000000
-# Addresses that RFC 2544 reserves for benchmarks.
-_SUBNET = "198.18.0"
-# A frame of 1500 bytes would give 4.5 % of the speed to headers; with jumbo frames it is 0.7 %.
-_MTU = 9000
-# The bucket holds a millisecond: it refills from a timer, and a smaller one lets a fast link run slow, while a
-# larger one lets more through for free after each pause. At least two frames have to fit.
-_BURST_S = 0.001
-_MIN_BURST_BYTES = 2 * _MTU
-_QUEUE_BYTES = 8 * 1024 * 1024
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-
-
-class LinkError(OverlapError, RuntimeError):
-    """The shaped network cannot be made here; the message names the missing requirement."""
 
 
 def shared_gpu_env(rank: int, *, interface: str = "lo") -> dict[str, str]:
@@ -64,36 +46,12 @@ def shared_gpu_env(rank: int, *, interface: str = "lo") -> dict[str, str]:
     }
 
 
-def parse_bandwidth(text: str) -> float:
-    """Bytes per second that `text` stands for, written as for `tc`: a number of bits with a unit.
-
-    >>> parse_bandwidth("1gbit"), parse_bandwidth("100mbit"), parse_bandwidth("2.5gbit")
-    (125000000.0, 12500000.0, 312500000.0)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s|ps)?", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise ConfigurationError(f"bandwidth={text!r} is not a speed: write for example 1gbit, 100mbit or 2.5gbit")
-    return float(match[1]) * _UNITS[match[2]] / 8
-
-
 def enter_namespace(name: str) -> None:
     """Moves this process, which must have one thread, into a network namespace; `/sys` shows its old one still."""
     libc = ctypes.CDLL(None, use_errno=True)
     with (_NETNS_DIR / name).open() as namespace:
-        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            raise LinkError(f"cannot enter {name}: {os.strerror(ctypes.get_errno())}")
-
-
-def missing_requirement() -> str | None:
-    """The reason in one line why this machine cannot make the network, or `None`."""
-    if not sys.platform.startswith("linux"):
-        return f"network namespaces need Linux, and this is {sys.platform}"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    for tool in ("ip", "tc"):
-        if _find(tool) is None:
-            return f"`{tool}` is not installed (package iproute2)"
-    return None
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise ConfigurationError(f"cannot enter {name}: {os.strerror(ctypes.get_errno())}")
 
 
 @dataclass(kw_only=True)
@@ -101,7 +59,7 @@ class ShapedLink:
     """Ranks joined by links of `bandwidth_bytes_per_s`, each way, for as long as the context is open.
 
     SIGTERM and SIGHUP are turned into an orderly exit while it is open, so that they clean up as Ctrl-C does.
-    Entering raises `LinkError` where the network cannot be made, and leaves nothing behind.
+    Entering raises `ConfigurationError` where the network cannot be made, and leaves nothing behind.
     """
 
     ranks: int
@@ -118,7 +76,7 @@ class ShapedLink:
         return f"{self._owner}-r{rank}"
 
     def address(self, rank: int) -> str:
-        return f"{_SUBNET}.{rank + 1}"
+        return f"{SUBNET}.{rank + 1}"
 
     def env(self, rank: int) -> dict[str, str]:
         """Variables that lead the backends of `rank` to its interface."""
@@ -128,7 +86,7 @@ class ShapedLink:
     def __enter__(self) -> Self:
         missing = missing_requirement()
         if missing is not None:
-            raise LinkError(f"cannot shape a link: {missing}")
+            raise ConfigurationError(f"cannot shape a link: {missing}")
         _remove_leftovers()
         self._catch_signals()
         try:
@@ -153,14 +111,14 @@ class ShapedLink:
         hub = f"{self._owner}-hub"
         _ip("netns", "add", hub)
         _quiet_namespace(hub)
-        _ip("-n", hub, "link", "add", "bridge", "mtu", str(_MTU), "type", "bridge", "forward_delay", "0")
+        _ip("-n", hub, "link", "add", "bridge", "mtu", MTU, "type", "bridge", "forward_delay", "0")
         _ip("-n", hub, "link", "set", "bridge", "up")
         for rank in range(self.ranks):
             name, port = self.namespace(rank), f"port{rank}"
             _ip("netns", "add", name)
             _quiet_namespace(name)
-            _ip("-n", hub, "link", "add", port, "mtu", str(_MTU), "type", "veth",
-                "peer", "name", INTERFACE, "mtu", str(_MTU), "netns", name)  # fmt: skip
+            _ip("-n", hub, "link", "add", port, "mtu", MTU, "type", "veth",
+                "peer", "name", INTERFACE, "mtu", MTU, "netns", name)  # fmt: skip
             _ip("-n", hub, "link", "set", port, "master", "bridge", "up")
             _ip("-n", name, "address", "add", f"{self.address(rank)}/24", "dev", INTERFACE)
             _ip("-n", name, "link", "set", "lo", "up")
@@ -169,10 +127,7 @@ class ShapedLink:
             self._shape(hub, port)
 
     def _shape(self, namespace: str, device: str) -> None:
-        burst_bytes = max(_MIN_BURST_BYTES, int(self.bandwidth_bytes_per_s * _BURST_S))
-        _tool("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf",
-              "rate", f"{int(self.bandwidth_bytes_per_s * 8)}bit",
-              "burst", str(burst_bytes), "limit", str(_QUEUE_BYTES))  # fmt: skip
+        run_tool("tc", "-n", namespace, "qdisc", "add", "dev", device, *token_bucket(self.bandwidth_bytes_per_s))
 
     def _catch_signals(self) -> None:
         # Python lets only the main thread set handlers; elsewhere the owner of the main thread looks after signals.
@@ -205,30 +160,18 @@ def _remove_namespace(name: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    with suppress(LinkError):
+    with suppress(ConfigurationError):
         _ip("netns", "del", name)
 
 
 def _pids_in(name: str) -> list[int]:
-    with suppress(LinkError):
+    with suppress(ConfigurationError):
         return [int(word) for word in _ip("netns", "pids", name).split()]
     return []
 
 
 def _quiet_namespace(name: str) -> None:
-    """No IPv6 traffic to be counted, and a sender that neither probes nor forgets the link's speed."""
-    settings = {
-        "ipv6/conf/all/disable_ipv6": "1",
-        "ipv6/conf/default/disable_ipv6": "1",
-        "ipv4/tcp_slow_start_after_idle": "0",
-        "ipv4/tcp_no_metrics_save": "1",
-        # BBR, the default on some machines, stalls for 200 ms every ten seconds to probe the round trip. Reno is the
-        # one that every kernel allows in a namespace.
-        "ipv4/tcp_congestion_control": "reno",
-        # On a busy machine acknowledgements come late, and data would be sent, and counted, twice.
-        "ipv4/tcp_early_retrans": "0",
-    }
-    for key, value in settings.items():
+    for key, value in SETTINGS.items():
         _ip("netns", "exec", name, "sh", "-c", f"echo {value} >/proc/sys/net/{key} 2>/dev/null || true")
 
 
@@ -242,21 +185,8 @@ def _start_ticks(pid: int) -> int:
     return 0 if fields[0] == "Z" else int(fields[19])
 
 
-def _find(tool: str) -> str | None:
-    return shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin:/usr/bin")
-
-
 def _ip(*words: str) -> str:
-    return _tool("ip", *words)
-
-
-def _tool(tool: str, *words: str) -> str:
-    # A session of its own: Ctrl-C at the terminal must not kill the command that is cleaning up.
-    command = [_find(tool) or tool, *words]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, start_new_session=True)
-    if done.returncode != 0:
-        raise LinkError(f"`{tool} {' '.join(words)}` failed: {done.stderr.strip()}")
-    return done.stdout
+    return run_tool("ip", *words)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

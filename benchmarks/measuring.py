@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.link import INTERFACE
+from overlap._link import INTERFACE
 
 
 def proc_value(path: str, key: str) -> str | None:

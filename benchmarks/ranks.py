@@ -25,7 +25,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from benchmarks.link import LinkError, ShapedLink, enter_namespace, parse_bandwidth
+from benchmarks.link import ShapedLink, enter_namespace
+from overlap._link import parse_bandwidth
 from overlap._torch.device import synchronize
 from overlap.errors import ConfigurationError
 
@@ -82,7 +83,7 @@ def open_network(ranks: int, *, bandwidth: str | None = None, device: str = "cpu
         if speed is not None:
             try:
                 link = stack.enter_context(ShapedLink(ranks=ranks, bandwidth_bytes_per_s=speed))
-            except LinkError as error:
+            except ConfigurationError as error:
                 _say(f"{error}; measuring without a speed limit instead")
             else:
                 kind = "namespaces"

@@ -129,43 +129,8 @@ def _local_sgd(rank: int, ranks: int, wire: Wire) -> Measured:
     return measured(run, _mean(ranks), all_reduce_bytes(ranks))
 
 
-@place("`all_reduce`")
-def _all_reduce(rank: int, ranks: int, wire: Wire) -> Measured:
-    def run() -> Tensor:
-        tensor = values_of(rank)
-        overlap.auto_quantize(dist.all_reduce, wire)(tensor)
-        return tensor
-
-    return measured(run, _mean(ranks) * ranks, all_reduce_bytes(ranks))
-
-
-@place("`reduce_scatter`")
-def _reduce_scatter(rank: int, ranks: int, wire: Wire) -> Measured:
-    def run() -> Tensor:
-        output = torch.empty(NUMEL // ranks)
-        overlap.auto_quantize(dist.reduce_scatter, wire)(output, list(values_of(rank)[: _even(ranks)].chunk(ranks)))
-        return output
-
-    exact = (_mean(ranks) * ranks)[: _even(ranks)].chunk(ranks)[rank]
-    return measured(run, exact, all_reduce_bytes(ranks) / 2, same=False)
-
-
-@place("`all_gather`")
-def _all_gather(rank: int, ranks: int, wire: Wire) -> Measured:
-    def run() -> Tensor:
-        outputs = [torch.empty(NUMEL) for _ in range(ranks)]
-        overlap.auto_quantize(dist.all_gather, wire)(outputs, values_of(rank))
-        return torch.cat(outputs)
-
-    return measured(run, torch.cat([values_of(one) for one in range(ranks)]), 4 * NUMEL * (ranks - 1))
-
-
 def _mean(ranks: int) -> Tensor:
     return torch.stack([values_of(one) for one in range(ranks)]).mean(0)
-
-
-def _even(ranks: int) -> int:
-    return NUMEL // ranks * ranks
 
 
 def _measure_all(world: World) -> list[list[Measured]]:

@@ -13,29 +13,16 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from overlap._lazy import lazy_names as _lazy_names
 
 if _TYPE_CHECKING:
-    from overlap.activations import *
     from overlap.compose import *
     from overlap.errors import *
     from overlap.hooks import *
     from overlap.join import *
     from overlap.optim import *
     from overlap.plan import *
-    from overlap.quantized import *
     from overlap.resume import *
     from overlap.timeline import *
 else:
-    _PARTS = (
-        "errors",
-        "join",
-        "hooks",
-        "optim",
-        "timeline",
-        "compose",
-        "resume",
-        "quantized",
-        "activations",
-        "plan",
-    )
+    _PARTS = ("errors", "join", "hooks", "optim", "timeline", "compose", "resume", "plan")
     __getattr__, __dir__ = _lazy_names(__name__, _PARTS)
 
 __all__ = [
@@ -67,14 +54,11 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "ZeroStep",
     "auto",
-    "auto_quantize",
     "chain",
-    "checkpoint_wrapper",
     "declare",
     "hook_then_optimizer",
     "load",
     "load_state_dict",
-    "offload_wrapper",
     "register",
     "route",
     "save",

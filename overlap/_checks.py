@@ -23,7 +23,7 @@ _LONGEST_TOLD = 200
 
 
 def as_list(value: object) -> list[Any] | None:
-    """What ``value`` holds; ``None`` where it cannot be iterated over, or is a tensor, whose rows are not meant."""
+    """The items of ``value``; ``None`` where it cannot be iterated over, or is a tensor, whose rows are not meant."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, Tensor) else None
 
 
@@ -142,7 +142,7 @@ def is_one_of(value: object, *words: str | None) -> bool:
 
 
 def refuse_capture(what: str, instead: str, device: torch.device | None = None) -> None:
-    """Called where ``what`` begins that is not the same in every step; ``instead`` says what to do.
+    """Refuse ``what``, which acts on the host in each step anew, in a CUDA graph; ``instead`` says what to do.
 
     Raises:
         UnsupportedError: a CUDA graph is being captured on the current stream of ``device``, the accelerator where

@@ -12,23 +12,39 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+_CHECKPOINT = (
+    "call torch.utils.checkpoint.checkpoint(module, *inputs, use_reentrant=False), or use "
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+)
+_OFFLOAD = "run the module's forward in the block: with torch.autograd.graph.save_on_cpu(pin_memory=True)"
+_QUANTIZE = (
+    "give the collective tensor.to(torch.bfloat16), and for gradients use overlap.Quantize(overlap.Int8()) in a chain"
+)
+
 REMOVED = {
     "AddNoise": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
     "AdamW8bit": "use torchao's or bitsandbytes' AdamW8bit, in Step(optimizer, deferred=True) or after overlap.declare",
+    "Checkpointed": _CHECKPOINT,
     "Centralize": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
     "Average": "call averager.average_parameters(ddp.parameters()) after the update, or use overlap.LocalSGD",
     "CheckpointError": "catch torch.distributed.checkpoint.CheckpointException",
     "CheckpointManager": "save overlap.state_dict(...) with torch.distributed.checkpoint; see docs/resuming.md",
     "ClipValue": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "DQuantType": _QUANTIZE,
     "ElasticLocalSGD": "use torchft, whose LocalSGD and DiLoCo outlive a lost group of ranks",
     "Hierarchical": "use Quantize(wire), which on several machines sends the wire between them alone",
+    "Offloaded": _OFFLOAD,
     "QuantizationOverflowError": "use warnings.filterwarnings('error', message='.*values too large')",
     "Scale": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "apply_activation_checkpointing": _CHECKPOINT,
+    "auto_quantize": _QUANTIZE,
     "broadcast": "await overlap.hooks.all_reduce(tensor), after tensor.zero_() on the other ranks",
     "by_ndim": "write a function: def is_matrix(name, parameter): return parameter.ndim >= 2",
+    "checkpoint_wrapper": _CHECKPOINT,
+    "offload_wrapper": _OFFLOAD,
     "uses_current_stream": "use overlap.declare(cls, 'element') or overlap.declare(cls, 'parameter')",
 }
-"""Names that the package had, and what takes their place; kept for one release."""
+"""Names that the package had, and their replacements; kept for one release."""
 
 
 def missing_name(package: str, name: str) -> Exception:

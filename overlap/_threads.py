@@ -5,10 +5,10 @@
 A daemon thread that comes back from C++ while the interpreter is going is ended by force. C++ takes that for an error
 in the frames below, and aborts the process: a script that was done ends with SIGABRT. A thread that is not a daemon
 would keep a script that has failed from ending. So threads are daemons, and when the script has ended, but the
-interpreter still works, they are asked to stop and waited for: what is in flight is finished, since other ranks may be
+interpreter still works, they are asked to stop and waited for: the work in flight is finished, since other ranks may be
 waiting for it. What does not end by itself is abandoned.
 
-A thread that has done its work is waited for, too, until it is gone: last of all it drops what its target held. To drop
+A thread that has done its work is waited for, too, until it is gone: last of all it drops its target's references. To drop
 a work of a collective, PyTorch gives the interpreter's lock away and takes it back, which is such a return from C++.
 """
 
@@ -50,7 +50,7 @@ def start(
     Args:
         target: what it runs.
         name: the thread's name.
-        stop: asks it to end when it has done what it was given.
+        stop: asks it to end when it has done its work.
         abandon: makes it end sooner, if it waits for other ranks.
     """
 

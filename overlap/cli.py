@@ -1,7 +1,7 @@
 """The command line: `overlap COMMAND`, or `python -m overlap COMMAND`.
 
 A command is a module with `add_arguments(parser)` and `run(options, argv)`, which returns an exit code; `argv` is the
-command line from the command's name on, to start ranks with. It is imported when it is called, so what it needs costs
+command line from the command's name on, to start ranks with. It is imported when it is called, so its imports cost
 the others nothing; it raises `ConfigurationError` for options that do not go together.
 """
 

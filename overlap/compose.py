@@ -18,7 +18,7 @@ __all__ = ["OptimizerHookState", "hook_then_optimizer"]
 
 
 class OptimizerHookState:
-    """What :func:`hook_then_optimizer` updates with.
+    """The optimizer of :func:`hook_then_optimizer`.
 
     Args:
         optimizer: a plain ``torch.optim.Optimizer`` or a functional one (backward does everything, the loop calls no
@@ -52,13 +52,13 @@ def hook_then_optimizer(hook: Stage | Callable[..., Any], state: OptimizerHookSt
     """A hook that reduces a bucket with ``hook`` and then updates its parameters, while backward goes on.
 
     The same as ``chain(hook, Step(state.optimizer))``, in the form that
-    ``ddp.register_comm_hook(hook_state, ...)`` takes; ``hook_state`` is what ``hook`` gets as its state. It serves one
+    ``ddp.register_comm_hook(hook_state, ...)`` takes; ``hook`` gets ``hook_state`` as its state. It serves one
     model, as the optimizer does. Registered with :func:`overlap.register` it also clears gradients before the next
-    forward, and knows what the model's process group is; with DDP itself, call ``zero_grad()`` as ever.
+    forward, and knows the model's process group; with DDP itself, call ``zero_grad()`` as ever.
 
     Args:
         hook: a communication hook or a reducer.
-        state: what to update with.
+        state: the optimizer and its parameters.
 
     Raises:
         ConfigurationError: ``hook`` is neither a hook nor a stage, or ``state`` is something else.

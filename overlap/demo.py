@@ -1,5 +1,7 @@
 """`python -m overlap demo`: ResNet-18 on handwritten digits, trained by plain DDP and by a chain, and compared.
 
+With `--link` the ranks are joined by links of that speed, and a chain that compresses gradients is trained, too.
+
 From top to bottom: the options and the ranks that they start, the data, the two trainings, the comparison, and the
 report of rank 0. One file, since it is read as one script.
 """
@@ -31,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from tqdm import tqdm
 
-from overlap import chain
+from overlap import _link, chain
 from overlap._checks import require_extra
 from overlap.errors import ConfigurationError
 from overlap.hooks import AllReduce, Quantize, Stage
@@ -40,6 +42,8 @@ from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, Ze
 from overlap.timeline.recording import clock_for
 
 _RANKS = 2
+# The process whose network namespace has the bridge between the ranks.
+_BRIDGE = "OVERLAP_DEMO_BRIDGE"
 # On each rank.
 _BATCH_SIZE = 32
 CHAINS = {
@@ -49,6 +53,8 @@ CHAINS = {
     "int4": "gradients travel in 4 bits, with error feedback",
 }
 _EXACT = ("step", "zero")
+# --link adds it to an exact chain.
+_COMPRESSED = "int8"
 _REDUCERS: dict[str, Callable[[], Stage]] = {
     "step": AllReduce,
     "int8": lambda: Quantize(Int8()),
@@ -62,6 +68,8 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 TRAIN_IMAGES = 1437
 # With more ranks the order of summation is the backend's to choose.
 _EXACT_RANKS = 2
+# The process whose network namespace has the bridge between the ranks.
+_BRIDGE = "OVERLAP_DEMO_BRIDGE"
 _ACCURACY_SLACK = 0.01
 
 
@@ -78,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=_whole_number(0, 2**31), default=0, help="of the weights and the images' order")
     add("--images", type=_whole_number(2, TRAIN_IMAGES), default=TRAIN_IMAGES, help="training images to use")
     add("--image-size", type=_whole_number(8, 224), default=32, help="side in pixels; the digits have 8")
+    add("--link", default=argparse.SUPPRESS, metavar="SPEED",
+        help="join the ranks by links of this speed, such as 1gbit (Linux, root), and compress, too")  # fmt: skip
     add("--output", type=Path, default=Path("overlap-demo"), metavar="DIR", help="where loss.png is saved")
 
 
@@ -109,16 +119,24 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"cannot make the folder {options.output}: {error.strerror}") from None
+    link = getattr(options, "link", None)
+    bytes_per_s = None if link is None else _link.parse_bandwidth(link)
     if not launched:
-        return _start(argv, ranks)
-    report = train_and_compare(options, _join_group())
+        return _start(argv, ranks, has_link=link is not None)
+    report = train_and_compare(options, _join_group(bytes_per_s))
     is_main = dist.get_rank() == 0
     dist.destroy_process_group()
     return present(report, options) if is_main else 0
 
 
-def _start(argv: Sequence[str], ranks: int) -> int:
+def _start(argv: Sequence[str], ranks: int, *, has_link: bool) -> int:
     """Runs `python -m overlap *argv` once per rank, by torchrun; returns the exit code of the first that fails."""
+    if has_link:
+        if (missing := _link.missing_requirement()) is not None:
+            raise ConfigurationError(f"--link cannot shape the network between ranks: {missing}; leave it out")
+        _link.open_bridge()
+        os.environ[_BRIDGE] = str(os.getpid())
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # Warnings that addresses there have no names.
     print(f"Starting {ranks} ranks on this machine; the first step comes some seconds later.", flush=True)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -133,10 +151,15 @@ def _start(argv: Sequence[str], ranks: int) -> int:
     return 0
 
 
-def _join_group() -> torch.device:
+def _join_group(bytes_per_s: float | None) -> torch.device:
     """Joins the default process group, of NCCL where every rank of the machine has a GPU and of Gloo elsewhere."""
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.device_count() < local_ranks:
+    if bytes_per_s is not None:
+        if _BRIDGE not in os.environ:
+            raise ConfigurationError("--link starts the ranks itself: leave the launcher out")
+        _link.join_bridge(int(os.environ[_BRIDGE]), local_rank, bytes_per_s=bytes_per_s)
+        os.environ.update({"MASTER_ADDR": _link.BRIDGE_ADDRESS, "GLOO_SOCKET_IFNAME": _link.INTERFACE})
+    if bytes_per_s is not None or torch.cuda.device_count() < local_ranks:
         dist.init_process_group("gloo")
         return torch.device("cpu")
     chosen = torch.device("cuda", local_rank)
@@ -217,12 +240,12 @@ def _torchvision_operators() -> torch.library.Library:
     return torch.library.Library("torchvision", "DEF")
 
 
-# The two trainings ---------------------------------------------------------------------------------------------
+# The trainings -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Run:
-    """One of the two trainings, on one rank."""
+    """One of the trainings, on one rank."""
 
     name: str
     # The work on a bucket: in words, or the chain's repr.
@@ -260,8 +283,8 @@ def _steps_per_epoch(options: argparse.Namespace) -> int:
     return int(options.images) // (_BATCH_SIZE * dist.get_world_size())
 
 
-def start_runs(options: argparse.Namespace, device: torch.device) -> tuple[Run, Run]:
-    """The plain and the overlapped run, from the same weights."""
+def start_runs(options: argparse.Namespace, device: torch.device) -> list[Run]:
+    """The plain and the overlapped run, and with a link a compressed one, from the same weights."""
     torch.manual_seed(options.seed)
     # Convolutions that add in another order each time would differ between two plain runs, too.
     torch.backends.cudnn.deterministic = True
@@ -269,27 +292,30 @@ def start_runs(options: argparse.Namespace, device: torch.device) -> tuple[Run, 
     model = load_torchvision().models.resnet18(num_classes=10).to(device)
     make, arguments = _OPTIMIZERS[options.optimizer]
 
-    def start(name: str, overlapped: bool) -> Run:
+    def start(name: str, kind: str | None) -> Run:
         ddp = DistributedDataParallel(copy.deepcopy(model), device_ids=[device] if device.type == "cuda" else None)
         optimizer, description = make(ddp.parameters(), **arguments), "DDP, then the optimizer's step"
-        if overlapped:
-            if options.chain == "zero":
+        if kind is not None:
+            if kind == "zero":
                 optimizer = ZeroRedundancyOptimizer(ddp.parameters(), make, **arguments)
                 stages = chain(ZeroStep(optimizer))
             else:
                 optimizer = OverlappedOptimizer(optimizer)
-                stages = chain(_REDUCERS[options.chain](), Step(optimizer))
+                stages = chain(_REDUCERS[kind](), Step(optimizer))
             stages.register(ddp)
             description = repr(stages)
         steps = options.epochs * _steps_per_epoch(options)
         schedule = OneCycleLR(optimizer, max_lr=arguments["lr"], total_steps=steps + 1, cycle_momentum=False)
         return Run(name, description, ddp, optimizer, schedule)
 
-    return start("plain", False), start("overlapped", True)
+    kinds = {"plain DDP": None, "overlapped": options.chain}
+    if "link" in options and options.chain in _EXACT:
+        kinds["compressed"] = _COMPRESSED
+    return [start(name, kind) for name, kind in kinds.items()]
 
 
 def train_and_compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Trains both runs on every rank of the default group. Returns the results, which only rank 0 has whole."""
+    """Trains the runs on every rank of the default group. Returns the results, which only rank 0 has whole."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     digits = load_digits(image_size=options.image_size, images=options.images, device=device)
     runs, steps = start_runs(options, device), _steps_per_epoch(options)
@@ -312,8 +338,8 @@ def train_and_compare(options: argparse.Namespace, device: torch.device) -> dict
             progress.set_description(f"epoch {epoch + 1}/{options.epochs}, {run.name:10}", refresh=False)
             batches = shard(digits, epoch=epoch, seed=options.seed, rank=rank, ranks=ranks, batch_size=_BATCH_SIZE)
             run.train_epoch(batches, progress)
-    differences = _compare(*runs)
-    results: dict[str, Any] = {
+    differences = _compare(*runs[:2])
+    results: dict[str, dict[str, Any]] = {
         run.name: {
             "chain": run.chain,
             # DDP broadcasts the running statistics of rank 0, so its model is evaluated.
@@ -324,8 +350,9 @@ def train_and_compare(options: argparse.Namespace, device: torch.device) -> dict
         for run in runs
     }
     must_be_equal = options.chain in _EXACT and ranks <= _EXACT_RANKS
-    slack = results["overlapped"]["accuracy"] - results["plain"]["accuracy"]
-    return results | {
+    slack = results["overlapped"]["accuracy"] - results["plain DDP"]["accuracy"]
+    return {
+        "runs": results,
         "largest_differences": differences,
         "must_be_equal": must_be_equal,
         "passed": not any(differences.values()) if must_be_equal else slack >= -_ACCURACY_SLACK,
@@ -388,23 +415,34 @@ def present(results: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Prints and saves the results, and returns the exit code."""
     plot = options.output / "loss.png"
     _save_plot(results, options.optimizer, plot)
-    print(f"\n{_table(results)}\n\n{_verdict(results, options)}\nLoss curves: {plot}", flush=True)
+    gain = f"\n{_gain(results['runs'], options.link)}" if "link" in options else ""
+    print(f"\n{_table(results)}\n\n{_verdict(results, options)}{gain}\nLoss curves: {plot}", flush=True)
     return 0 if results["passed"] else 1
 
 
 def _table(results: Mapping[str, Any]) -> str:
-    """The two runs side by side."""
-    one, other, differences = results["plain"], results["overlapped"], results["largest_differences"]
+    """The runs side by side."""
+    runs, differences = results["runs"], results["largest_differences"]
     rows = [
-        ("", "plain DDP", "overlapped"),
-        ("accuracy on the test split", f"{one['accuracy']:.4f}", f"{other['accuracy']:.4f}"),
-        ("loss at the last step", f"{one['losses'][-1]:.4f}", f"{other['losses'][-1]:.4f}"),
-        ("step, median", f"{one['step_ms']:.1f} ms", f"{other['step_ms']:.1f} ms"),
+        ("", *runs),
+        ("accuracy on the test split", *(f"{run['accuracy']:.4f}" for run in runs.values())),
+        ("loss at the last step", *(f"{run['losses'][-1]:.4f}" for run in runs.values())),
+        ("step, median", *(f"{run['step_ms']:.1f} ms" for run in runs.values())),
         ("largest difference: parameters", "", f"{differences['parameters']:.3g}"),
         ("  optimizer state", "", f"{differences['optimizer state']:.3g}"),
         ("  buffers", "", f"{differences['buffers']:.3g}"),
     ]
-    return "\n".join(f"{label:<32}{left:>12}{right:>12}".rstrip() for label, left, right in rows)
+    return "\n".join(f"{label:<32}{''.join(f'{cell:>12}' for cell in cells)}" for label, *cells in rows)
+
+
+def _gain(runs: Mapping[str, Any], link: str) -> str:
+    """One line: the gain of compressed gradients, those of the last run, on the link."""
+    plain, last = runs["plain DDP"], [*runs.values()][-1]
+    return (
+        f"On links of {link} {last['chain']} takes {last['step_ms']:.0f} ms a step where plain DDP takes "
+        f"{plain['step_ms']:.0f}: {plain['step_ms'] / last['step_ms']:.2f} times as fast, "
+        f"{100 * (last['accuracy'] - plain['accuracy']):+.1f} points of accuracy."
+    )
 
 
 def _verdict(results: Mapping[str, Any], options: argparse.Namespace) -> str:
@@ -417,20 +455,26 @@ def _verdict(results: Mapping[str, Any], options: argparse.Namespace) -> str:
     reason = "these gradients are compressed, so that results differ"
     if options.chain in _EXACT:
         reason = f"above {_EXACT_RANKS} ranks the order of summation may differ"
-    points = 100 * (results["overlapped"]["accuracy"] - results["plain"]["accuracy"])
+    runs = results["runs"]
+    points = 100 * (runs["overlapped"]["accuracy"] - runs["plain DDP"]["accuracy"])
     outcome = "Compared by accuracy" if results["passed"] else "LESS ACCURATE"
     return f"{outcome} ({reason}): {points:+.1f} points, -{100 * _ACCURACY_SLACK:.0f} is allowed."
 
 
 def _save_plot(results: Mapping[str, Any], optimizer: str, path: Path) -> None:
-    """The loss curves of both runs as a PNG."""
+    """The loss curves of the runs as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     # Equal curves hide each other: the first is wide and pale, the second thin and dashed.
-    axes.plot(results["plain"]["losses"], color="#9ecae1", linewidth=5, label="plain DDP")
-    axes.plot(results["overlapped"]["losses"], color="#d62728", linewidth=1.2, linestyle="--", label="overlapped")
+    styles: list[dict[str, Any]] = [
+        {"color": "#9ecae1", "linewidth": 5},
+        {"color": "#d62728", "linewidth": 1.2, "linestyle": "--"},
+        {"color": "#238b45", "linewidth": 1},
+    ]
+    for (name, run), style in zip(results["runs"].items(), styles, strict=False):
+        axes.plot(run["losses"], label=name, **style)
     axes.set_xlabel("training step")
     axes.set_ylabel("cross-entropy loss, mean over ranks (nats)")
     axes.set_title(f"ResNet-18 on handwritten digits, {optimizer}")

@@ -85,7 +85,7 @@ def _machine() -> Iterator[str]:
 
 
 def _advise(nccl: tuple[int, ...]) -> None:
-    """What a run on GPUs should know of the environment; docs/gpus.md says why."""
+    """Advice on the environment of a run on GPUs; docs/gpus.md has the reasons."""
     _line("NCCL", ".".join(map(str, nccl)))
     if _ONE_ORDER not in os.environ:
         advice = f"export {_ONE_ORDER}=1" if nccl >= _ORDERED_NCCL else "install NCCL 2.26 or later, and set it to 1"
@@ -120,7 +120,7 @@ def compare_with_plain() -> int:
     """Trains by ``chain(AllReduce(), Step(...))`` on one rank, and without DDP; returns how many parameters differ in
     any bit."""
     plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of what it imports.
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, from its imports.
         ddp = DistributedDataParallel(copy.deepcopy(plain), bucket_cap_mb=0.001)  # A bucket a layer.
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-2))

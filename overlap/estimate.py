@@ -2,8 +2,8 @@
 
 [Note: the estimate]
 
-A step of ``k`` microbatches computes ``k`` forwards and backwards; gradients travel during the last backward, and what
-``gather="forward"`` gathers travels during the first forward:
+A step of ``k`` microbatches computes ``k`` forwards and backwards; gradients travel during the last backward, and the
+parameters of ``gather="forward"`` during the first forward:
 
     step = (k - 1) (f + b) + max(f, forward bytes / link) + max(b, b / 4 + backward bytes / link)
            + blocking bytes / link + codec + update
@@ -34,7 +34,7 @@ def _given(default: float | None, words: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and on what: by default on four machines of eight H100. See [Note: the estimate]."""
+    """The model and the machines: by default on four machines of eight H100. See [Note: the estimate]."""
 
     parameters: float = _given(1.3e9, "of the model")
     link_gbit: float = _given(
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """What a chain sends, in parts of an all-reduce of fp32 gradients, and costs."""
+    """The communication of a chain, in parts of an all-reduce of fp32 gradients, and its other costs."""
 
     name: str
     backward: float = 0.0

@@ -21,14 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap import (
     AllReduce,
-    DQuantType,
     LocalSGD,
     OverlappedOptimizer,
     Registration,
     Step,
     ZeroRedundancyOptimizer,
     ZeroStep,
-    auto_quantize,
     chain,
 )
 
@@ -86,14 +84,11 @@ def _raise_in_backward(rank: int) -> None:
 
 
 def _destroy(rank: int) -> None:
-    """With a chain that was removed, quantized collectives, and an average in flight."""
+    """With a chain that was removed, and an average in flight."""
     ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
     _stepped(ddp).remove()
     for _ in range(4):
         ddp(torch.randn(4, 64)).square().mean().backward()
-    all_reduce = auto_quantize(dist.all_reduce, DQuantType.INT8)
-    for _ in range(4):
-        all_reduce(torch.randn(4096))
     ddp = DistributedDataParallel(torch.nn.Linear(512, 512))
     local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2, start_step=0, overlap=True)
     for _ in range(4):

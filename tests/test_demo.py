@@ -1,11 +1,14 @@
 """`overlap demo`: every option trains what it says, the whole command saves what it found, and the verdict is right."""
 
 import argparse
+import contextlib
 import dataclasses
 import math
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 import torch
 
 from harness import run_ranks
+from overlap import _link
+from overlap.cli import main
 from overlap.demo import (
     TRAIN_IMAGES,
     add_arguments,
@@ -44,6 +49,72 @@ def test_two_ranks_end_up_equal(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+_CAN_LINK = (
+    _link.missing_requirement() is None and not subprocess.run(["unshare", "--net", "true"], check=False).returncode
+)
+needs_namespaces = pytest.mark.skipif(not _CAN_LINK, reason="network namespaces need root")
+
+
+@needs_namespaces
+def test_on_a_link_a_compressing_chain_is_trained_too(tmp_path: Path) -> None:
+    # In one step each rank sends 45 MB of gradients.
+    tiny = ["--images", "64", "--epochs", "1", "--image-size", "8", "--link", "400mbit"]
+    typed = [sys.executable, "-m", "overlap", "demo", *tiny, "--output", tmp_path]
+    done = subprocess.run(typed, check=False, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Equal: parameters, optimizer state and buffers are the same in every bit." in done.stdout
+    (step_ms,) = re.findall(r"step, median +(\S+) ms +(\S+) ms +(\S+) ms", done.stdout)
+    assert all(float(ms) > 8e3 * 40 / 400 for ms in step_ms[:2]) and float(step_ms[2]) > 8e3 * 10 / 400
+    assert "On links of 400mbit chain(Quantize(Int8()), Step(SGD, interleaved)) takes" in done.stdout
+
+
+_LINKED = """
+import ctypes, os, time
+from overlap import _link
+_link.open_bridge()
+names, bridge = [os.readlink("/proc/self/ns/net")], os.getpid()
+reads, writes = os.pipe()
+if os.fork() == 0:
+    _link.join_bridge(bridge, 0, bytes_per_s=1e8)
+    os.write(writes, os.readlink("/proc/self/ns/net").encode())
+    ctypes.CDLL(None).prctl(1, 9)  # Ends when its parent does.
+    time.sleep(60)
+print(*names, os.read(reads, 100).decode(), flush=True)
+time.sleep(60)
+"""
+
+
+@needs_namespaces
+def test_nothing_is_left_of_a_link_whose_process_was_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", _LINKED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        names = set(process.stdout.readline().split())
+        process.kill()
+    assert len(names) == 2 and str(Path("/proc/self/ns/net").readlink()) not in names
+    deadline_s = time.monotonic() + 10
+    while names & _namespaces():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def _namespaces() -> set[str]:
+    found = set()
+    for process in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(OSError):
+            found.add(str(process.readlink()))
+    return found
+
+
+def test_without_root_a_link_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for link, words in (("1gbit", "network namespaces need root; leave it out"), ("fast", "'fast' is not a speed")):
+        with pytest.raises(SystemExit):
+            main(["demo", "--link", link, "--output", str(tmp_path)])
+        assert words in capsys.readouterr().err
+
+
 def _registered(rank: int, world_size: int) -> list[str]:
     options = _options("--chain", "int4"), _options("--chain", "zero", "--optimizer", "adamw")
     return [start_runs(each, torch.device("cpu"))[1].chain for each in options]
@@ -59,8 +130,7 @@ def _results(difference: float, *, accuracy: float = 0.97, chain: str = "step") 
     run = {"chain": "a chain", "accuracy": 0.97, "step_ms": 10.0, "losses": [2.0, 1.0]}
     is_exact = chain == "step"
     return {
-        "plain": run,
-        "overlapped": run | {"accuracy": accuracy},
+        "runs": {"plain DDP": run, "overlapped": run | {"accuracy": accuracy}},
         "largest_differences": {"parameters": 0.0, "optimizer state": difference, "buffers": 0.0},
         "must_be_equal": is_exact,
         "passed": not difference if is_exact else accuracy > 0.96,

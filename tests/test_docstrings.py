@@ -21,8 +21,6 @@ PACKAGES = [
     "overlap.optim",
     "overlap.join",
     "overlap.compose",
-    "overlap.activations",
-    "overlap.quantized",
 ]
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import assert_parity, on_ranks
@@ -22,7 +21,6 @@ from overlap import (
     UnsupportedError,
     as_hook,
     chain,
-    offload_wrapper,
 )
 from overlap._torch.device import DeviceStreams, is_capturing, streams_replaced
 from overlap.optim import PeriodicModelAverager, PostLocalSGDOptimizer
@@ -110,13 +108,6 @@ def _others(rank: int) -> None:
         with Join([ddp]):
             _refused(graphs, lambda: ddp(*batch.inputs))
             mean_squared_error(ddp, batch).backward()
-
-        module = offload_wrapper(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
-        x = torch.ones(64, 64)
-        _refused(graphs, lambda: module(x))
-        with torch.no_grad(), mock.patch.object(graphs, "captures", True):
-            module(x)
-        module(x).sum().backward()
     dist.barrier()
 
 

@@ -15,10 +15,8 @@ PACKAGES = (
     "overlap",
     "overlap.hooks",
     "overlap.optim",
-    "overlap.activations",
     "overlap.errors",
     "overlap.plan",
-    "overlap.quantized",
     "overlap.resume",
     "overlap.join",
 )

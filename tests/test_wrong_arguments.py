@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from harness import assert_parity, on_ranks
@@ -39,11 +38,9 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     allreduce_hook,
-    apply_activation_checkpointing,
     as_hook,
     as_stage,
     chain,
-    checkpoint_wrapper,
     declare,
     hook_then_optimizer,
     register,
@@ -188,14 +185,6 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     ),
     "Step, a class": (lambda of: Step(torch.optim.SGD), r"got the class SGD; make one, as in torch\.optim\.SGD\(ddp"),
     "Step, deferred by a name": (lambda of: Step(of.sgd, deferred="yes"), "deferred is True, False or None, got 'yes'"),
-    "checkpoint_wrapper, reentrant": (
-        lambda of: checkpoint_wrapper(of.model, checkpoint_impl=CheckpointImpl.REENTRANT),
-        "never reentrant",
-    ),
-    "apply, a class": (
-        lambda of: apply_activation_checkpointing(of.model, nn.Linear),
-        "give lambda module: isinst",
-    ),
 }
 
 
@@ -249,8 +238,6 @@ def test_what_is_beside_the_right_argument_is_refused_with_the_call_that_was_mea
 
 
 def test_what_pytorch_takes_is_taken() -> None:
-    inner = nn.Sequential(nn.Linear(2, 2))
-    assert isinstance(checkpoint_wrapper(inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT), nn.Sequential)
     reducer = AllReduce()
     assert as_stage(reducer) is reducer
     with pytest.raises(ConfigurationError, match=r"keeps its own state|cannot|is not a hook"):

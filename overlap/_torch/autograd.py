@@ -20,13 +20,8 @@ _CONTEXT = "context"
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
-def version(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` has been changed in place."""
-    return tensor._version
-
-
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """:func:`version` of each of ``tensors``."""
+    """How often each of ``tensors`` has been changed in place."""
     return list(map(_version_of, tensors))
 
 
@@ -42,7 +37,7 @@ def without_saved_context() -> Iterator[None]:
     In backward PyTorch keeps a Python object in the thread's state, and each work of Gloo has a copy of that state.
     Gloo's own thread lets go of a work after it has told whoever waits for it; if it is the last to do so, it needs the
     interpreter's lock for that object. If the process group is destroyed at that moment by a thread that has the lock
-    and waits for Gloo's, both wait forever; if the interpreter is going, the process aborts. So what is issued in
+    and waits for Gloo's, both wait forever; if the interpreter is going, the process aborts. So a collective of a
     backward is issued without that object, and callbacks in Python are not given to Gloo's futures.
     """
     if not torch._C._is_key_in_tls(_CONTEXT):
@@ -93,7 +88,7 @@ def in_backward() -> bool:
 
 
 def in_end_of_backward() -> bool:
-    """Whether the calling thread runs what was queued for the end of a backward pass, and no node of its graph."""
+    """Whether the calling thread runs a callback queued for the end of a backward pass, and no node of its graph."""
     return in_backward() and torch._C._current_autograd_node() is None
 
 
@@ -131,8 +126,8 @@ def _watched(callback: Callable[[], None], if_dropped: Callable[[], None]) -> Ca
 def if_abandoned(callback: Callable[[], None]) -> None:
     """Run ``callback`` if the current backward pass ends with an error, before ``backward()`` raises that.
 
-    The engine calls what is queued when a pass has computed its last gradient; a pass that ends with an error only
-    drops it.
+    The engine calls its queue when a pass has computed its last gradient; a pass that ends with an error only drops
+    it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_watched(lambda: None, callback))
 
@@ -148,9 +143,9 @@ def after_gradients(callback: Callable[[], None]) -> None:
 def after_backward(callback: Callable[[], None], *, if_dropped: Callable[[], None] = lambda: None) -> None:
     """Run ``callback`` on this thread once the current backward pass, including DDP's finalization, is over.
 
-    If what another model does then has raised, the engine drops ``callback``, and ``if_dropped`` is run instead.
+    If the callback of another model has raised, the engine drops ``callback``, and ``if_dropped`` is run instead.
 
-    ``backward()`` raises what ``callback`` raises. Callbacks run in the order in which they were queued, and DDP queues
+    ``backward()`` raises an error of ``callback``. Callbacks run in the order in which they were queued, and DDP queues
     its finalization when the hook of the last bucket returns. So a callback queued by the hook runs *before* DDP's, and
     an exception in it would leave the reducer half finished; a callback queued by that callback runs after DDP's.
     """
@@ -159,7 +154,7 @@ def after_backward(callback: Callable[[], None], *, if_dropped: Callable[[], Non
 
 
 def after_all_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when what :func:`after_backward` was given has run, too; called from a hook of a gradient."""
+    """Run ``callback`` when the callbacks of :func:`after_backward` have run, too; called from a hook of a gradient."""
     after_backward(lambda: after_gradients(callback))
 
 
@@ -167,13 +162,13 @@ def after_all_of_backward(callback: Callable[[], None]) -> None:
 
 LabelType = Callable[[str], AbstractContextManager[Any]]
 
-# It costs a fortieth of record_function where no profiler runs. Where one does, what it shows is an operator and not an
+# It costs a fortieth of record_function where no profiler runs. Where one does, it shows an operator and not an
 # annotation, for which a GPU has a row of its own.
 _fast: LabelType = torch._C._profiler._RecordFunctionFast
 
 
 def label_type() -> LabelType:
-    """Gives what runs within it a label in profiles, as an annotation of the user's: ``with label_type()(name): ...``.
+    """Gives code a label in profiles, as an annotation of the user's: ``with label_type()(name): ...``.
 
     Where a profiler was started from outside of Python, it shows the label as an operator.
     """
@@ -181,7 +176,7 @@ def label_type() -> LabelType:
 
 
 def profile(**options: Any) -> torch.profiler.profile:
-    """``torch.profiler.profile(**options)`` that records all threads, so that it shows what the library's own do.
+    """``torch.profiler.profile(**options)`` that records all threads, also the library's own.
 
     PyTorch's profiler follows the thread that starts it and those of autograd. Stages of CPU tensors have a thread of
     the library's, which Python cannot let take part. On CUDA stages run on autograd's thread and are shown without it.

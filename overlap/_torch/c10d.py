@@ -35,7 +35,7 @@ _ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
 _CPU = torch.device("cpu")
 _POLL_INTERVAL_S = 0.002
 _IDLE_S = 0.05
-# How long an abort waits for what is in flight.
+# How long an abort waits for works in flight.
 _SETTLING_S = 5.0
 # The tag of messages on a group that is the user's, far from others' tags.
 _TAG = 1 << 20
@@ -84,7 +84,7 @@ def is_future(value: object) -> bool:
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend for tensors on ``device`` in ``group``, such as ``"gloo"``, ``"nccl"`` or ``"nccl2"``; ``"none"``
-    without one. All of torchcomms are ``"torchcomms"``, also its Gloo: they are wrapped, and lack what Gloo's own has.
+    without one. All of torchcomms are ``"torchcomms"``, also its Gloo: they are wrapped, and lack its methods.
     """
     try:
         backend = group._get_backend(device)
@@ -251,16 +251,11 @@ class GroupChannel:
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def has_all_to_all(self, device: torch.device) -> bool:
-        """Whether :meth:`all_to_all` takes tensors of any lengths on ``device``."""
         return backend_name(self._group, device) == "nccl"
 
-    def all_to_all(self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor) -> list[Any]:
-        """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
-        if isinstance(outputs, Tensor) and isinstance(inputs, Tensor):
-            return [getattr(self._group, _ALL_TO_ALL)(outputs, inputs, [], [], _OF_ALL_TO_ALL)]
-        received, sent = list(outputs), list(inputs)
-        received[self.rank()] = sent[self.rank()] = sent[0].new_empty(0)
-        return [dist.all_to_all(received, sent, group=self._group, async_op=True)]
+    def all_to_all(self, outputs: Tensor, inputs: Tensor) -> list[Any]:
+        """Send ``inputs[r]`` to each rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
+        return [getattr(self._group, _ALL_TO_ALL)(outputs, inputs, [], [], _OF_ALL_TO_ALL)]
 
     def each(self, name: str, tensors: Sequence[tuple[Tensor, int]]) -> list[Any]:
         """``"reduce"`` each tensor to its rank, or ``"broadcast"`` it from there, by one launch if the backend can."""
@@ -278,7 +273,7 @@ class GroupChannel:
         return list(together.works)
 
     def add_messages(self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]]) -> list[Any]:
-        """Send ``sends``, and add to each of ``rows`` what every other rank sends for it, in the order of ranks."""
+        """Send ``sends``, and add to each of ``rows`` the messages of every other rank, in the order of ranks."""
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
         boxes = [[row[0].new_empty(sum([target.numel() for target in row])) for _ in peers] for row in rows]
         receives = [(box, peer) for of_row in boxes for box, peer in zip(of_row, peers, strict=True)]
@@ -352,7 +347,7 @@ class GlooChannel:
         return self._noted(self._backend._allgather_base(output, input))
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
-        """By messages, which send half of what Gloo's own does."""
+        """By messages, which send half as much as Gloo's own."""
         rank, size = self.rank(), len(self._peers) + 1
         own, chunks = output.view(-1), input.view(size, -1)
         if own.data_ptr() != chunks[rank].data_ptr():
@@ -371,7 +366,7 @@ class GlooChannel:
 
     def send_recv(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:
         tag = next(self._tags)
-        # Receives first, so that a buffer is ready for what a peer sends.
+        # Receives first, so that a buffer is ready when a peer sends.
         works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
         return [_Messages(works, self._waiter)] if works else []
@@ -399,7 +394,7 @@ class GlooChannel:
         return [_Messages([backend.send([tensor], peer, tag) for tensor, peer in sends], self._waiter, receive)]
 
     def abort(self) -> None:
-        """Abandon what is in flight and close the connections; the other ranks see theirs close.
+        """Abandon the works in flight and close the connections; the other ranks see theirs close.
 
         Returns when nothing that was in flight can still write to its tensors. An operation that has received its data
         still adds it up, which takes moments; one that waits for data will receive none. The wait is bounded all the
@@ -410,7 +405,7 @@ class GlooChannel:
         with contextlib.suppress(RuntimeError):
             backend.abort()
         if not all(map(_is_completed, in_flight)):
-            # Not where all is done: another rank may still receive what this one has sent.
+            # Not where all is done: another rank may still receive messages of this one.
             _close_connections(backend)
         deadline_s = time.monotonic() + _SETTLING_S
         while not all(map(_is_completed, in_flight)):

@@ -82,14 +82,14 @@ class OutsideOfBuckets:
     """The parameters of a DDP model that its buckets do not have, looked up again where modules or parameters were
     added or modules replaced.
 
-    Only the model itself may refer to it: it refers to the model's modules, and the garbage collector does not see what
-    DDP's reducer refers to.
+    Only the model itself may refer to it: it refers to the model's modules, and the garbage collector does not see the
+    references of DDP's reducer.
     """
 
     _requires_grad = operator.attrgetter("requires_grad")
 
     def __init__(self) -> None:
-        # The dictionaries of each module, and what they had when the parameters were looked up.
+        # The dictionaries of each module, and their contents when the parameters were looked up.
         self._children: list[dict[str, Any]] = []
         self._parameters: list[dict[str, Any]] = []
         self._noted: tuple[list[dict[str, Any]], list[int]] | None = None
@@ -183,7 +183,7 @@ def before_final_sync(ddp: DistributedDataParallel, callback: Callable[[], None]
     """Run ``callback`` on every rank when ``Join`` ends, before DDP copies one rank's model to all ranks.
 
     Returns a function that undoes this. Join runs the hooks of its joinables in order, and DDP's comes first and
-    overwrites what the other ranks had.
+    overwrites the models of the other ranks.
     """
     alive = weakref.ref(ddp)
 

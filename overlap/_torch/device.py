@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class DeviceStreams:
-    """Streams, events and what goes with them, as PyTorch has them for every accelerator: those of ``torch.cuda`` take
+    """Streams, events and memory, as PyTorch has them for every accelerator: those of ``torch.cuda`` take
     the host several times as long."""
 
     def has_streams(self, device: torch.device) -> bool:
@@ -90,8 +90,8 @@ def has_streams(device: torch.device) -> bool:
 def stream_of(owner: object, device: torch.device, use: str = "", *, priority: int = 0) -> Any:
     """The side stream of ``owner`` on ``device`` for ``use``, made on first use; it is forgotten with its owner.
 
-    What is made anew at each call keeps its stream here: PyTorch has 32 and hands them out in turn, and the caching
-    allocator keeps memory for each.
+    An owner that is made anew at each call keeps its stream here: PyTorch has 32 and hands them out in turn, and the
+    caching allocator keeps memory for each.
     """
     streams = _owned.setdefault(owner, {})
     if (device, use) not in streams:
@@ -115,7 +115,7 @@ def new_event(device: torch.device) -> Any:
 
 
 def recorded_event(device: torch.device, *, is_timed: bool = False) -> Any:
-    """An event recorded on the current stream: it is there when the stream has done what is queued so far.
+    """An event recorded on the current stream: it is there when the stream has done its queue so far.
 
     With ``is_timed`` it says when that was."""
     event = _streams.new_event(device, is_timed=is_timed)
@@ -169,6 +169,6 @@ def is_capturing(device: torch.device | None = None) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Block the host until ``device`` has done what is queued on all of its streams."""
+    """Block the host until ``device`` has done the queues of all of its streams."""
     if has_streams(device):
         _streams.synchronize(device)

@@ -102,7 +102,7 @@ class LargestElements:
         """Take note of ``gradients``."""
         present = [gradient for gradient in gradients if gradient.numel()]
         if present:
-            # What float64 holds may be infinite as float32.
+            # A number of float64 may be infinite as float32.
             each = norms(present, float("inf"))
             self._largest.extend(norm if norm.dtype == torch.float64 else norm.float() for norm in each)
 

@@ -1,4 +1,4 @@
-"""Private state of torch.optim.Optimizer: its hooks, and what has replaced its ``step``."""
+"""Private state of torch.optim.Optimizer: its hooks, and replacements of its ``step``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ONLY_WATCHES = "_overlap_only_watches"
 _DELEGATORS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
 
 
-# Wrappers, and what has replaced step.
+# Wrappers, and replacements of step.
 
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside of Accelerate's and Lightning's wrappers, which decide when to step and change nothing else.
 
-    They are recognized by name: what else a wrapper does in ``step`` cannot be seen.
+    They are recognized by name: other work of a wrapper in ``step`` cannot be seen.
     """
     while any(cls.__name__ in _DELEGATORS for cls in type(optimizer).__mro__):
         inner = getattr(optimizer, "optimizer", None)
@@ -34,7 +34,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def all_of(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer``, and what it wraps."""
+    """``optimizer``, and those that it wraps."""
     wrapped = getattr(optimizer, "optimizer", None)
     several = [optimizer, *([wrapped] if isinstance(wrapped, Optimizer) else [])]
     return [*several, *getattr(wrapped, "optimizers", ())]
@@ -79,7 +79,7 @@ def init_group(cls: type[Optimizer]) -> Callable[..., Any] | None:
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
-    """The ``step`` that was set on the object in place of its class's, if that is not what an LR scheduler sets.
+    """The ``step`` that was set on the object in place of its class's, if no LR scheduler set it.
 
     LR schedulers mark the method that they replace by an attribute, to see whether it is called.
     """

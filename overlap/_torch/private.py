@@ -17,7 +17,7 @@ import torch
 
 
 class Use(NamedTuple):
-    """Names of one owner, what they are used for, and what to do when PyTorch has them no longer."""
+    """Names of one owner, their purpose, and the remedy when PyTorch has them no longer."""
 
     owner: str
     names: str
@@ -56,16 +56,15 @@ USES = (
     Use("torch", _MANY, "one call for a list of tensors", "a loop over the list"),
     Use("torch", _FUSED, "PyTorch's fused kernels", "the optimizer's own step"),
     Use("torch", "_chunk_cat", "packing on accelerators", "a loop of copies"),
-    Use("torch", "_amp_foreach_non_finite_check_and_unscale_", "what GradScaler calls", "follow torch.amp"),
-    Use("torch.ops.aten", "_to_copy", "what Module.to calls on a gradient", "follow Tensor.to"),
-    Use("torch.Tensor", "_version", "changes in place", "none: refuse what needs it"),
+    Use("torch", "_amp_foreach_non_finite_check_and_unscale_", "the kernel of GradScaler", "follow torch.amp"),
+    Use("torch.ops.aten", "_to_copy", "Module.to on a gradient", "follow Tensor.to"),
+    Use("torch.Tensor", "_version", "changes in place", "none: refuse its users"),
     Use("torch.Tensor", "_base _is_view", "views of a gradient", "compare storages"),
     Use("torch.Tensor", "_make_wrapper_subclass", "read-only gradients", "follow DTensor"),
     Use("torch.UntypedStorage", "_cdata", "storages told apart", "data_ptr(), where there is memory"),
     Use("torch.autograd.Variable", "_execution_engine", "the end of backward", "follow FSDP"),
     Use("torch.utils._pytree", "tree_map_only", "tensors in arguments of an operator", "torch.utils.pytree"),
-    Use("torch.nn.Module", "_buffers _parameters _modules", "what a module has", "named_buffers() and the like"),
-    Use("torch.nn.Module", "_forward_pre_hooks", "what is computed before a forward", "treat every module so"),
+    Use("torch.nn.Module", "_buffers _parameters _modules", "the parts of a module", "named_buffers() and the like"),
     Use("torch.nn.Module", "_compiled_call_impl", "modules compiled in place", "none: they are refused"),
     Use(
         "torch.optim.Optimizer", _STEP_HOOKS, "step hooks of a wrapped optimizer", "follow Optimizer.profile_hook_step"
@@ -86,7 +85,7 @@ USES = (
     Use("torch.distributed.Reducer", _REPLAY, "the replay of a backward under Join", "follow DDP's own join hook"),
     Use("torch.distributed.Reducer", "_reset_state", "forwards after a failed backward", "build DDP anew"),
     Use("torch.nn.parallel.distributed", "_find_tensors", "outputs as DDP looks for them", "torch.utils.pytree"),
-    Use(_OF_DDP, _ANSWERS, "what a Join knows", "let DDP ask"),
+    Use(_OF_DDP, _ANSWERS, "the answers of a Join", "let DDP ask"),
     Use(_OF_DDP, _BUFFERS, "the replay of a forward under Join", "follow DDP's own join hook"),
     Use(_OF_DDP, "_build_params_for_reducer", "parameters in the reducer's order", "named_parameters()"),
     Use(_OF_DDP, "_sync_final_model", "the last average before Join copies a model", "average in the last step"),
@@ -115,7 +114,7 @@ FSDP_USES = (
         _REDUCED,
     ),
 )
-# Of what takes seconds to import: a test alone looks for it.
+# Of modules that take seconds to import: a test alone looks for these.
 LATE_USES = (
     Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "compiled modules", "follow torch.compile"),
     Use(
@@ -129,12 +128,12 @@ LATE_USES = (
 
 
 def check_private_parts(uses: Iterable[Use] = USES) -> None:
-    """Raises: ImportError: this PyTorch lacks some of ``uses``; the message names them and what they are for."""
+    """Raises: ImportError: this PyTorch lacks some of ``uses``; the message names them and their purposes."""
     missing = [f"{use.owner}.{name} ({use.purpose})" for use in uses for name in _missing(use)]
     if missing:
         raise ImportError(
-            f"torch {torch.__version__} lacks what overlap uses of it: {', '.join(missing)}. Install a version that "
-            "overlap was tested with: pip install torch==2.13.0"
+            f"torch {torch.__version__} lacks private names that overlap uses: {', '.join(missing)}. Install a version "
+            "that overlap was tested with: pip install torch==2.13.0"
         )
 
 

@@ -6,7 +6,7 @@ A gradient that an update has used is handed over as an :class:`AppliedGradient`
 inside, and an operator that writes raises, at the line of the training loop that writes. So an edit that would be lost
 is never silent, and nothing has to be compared later. Views of it are read-only, too; results of other operators are
 ordinary tensors. Metadata (shape, dtype, device) are the gradient's own. Another optimizer that has the parameter, too,
-would apply the gradient again, so what its ``step`` reads is an error. ``Module.to`` moves a parameter and then its
+would apply the gradient again, so a read in its ``step`` is an error. ``Module.to`` moves a parameter and then its
 gradient: that follows, for an error there would leave half of a model moved.
 
 Writes are found by the operator's schema, so ``.data``, views, ``foreach`` kernels, autograd's own accumulation and
@@ -40,7 +40,7 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 class Attempt(Enum):
-    """What was attempted with a gradient that is read-only, or that may not even be read."""
+    """An access to a gradient that is read-only, or that may not even be read."""
 
     WRITE = "write"
     READ = "read"
@@ -49,8 +49,8 @@ class Attempt(Enum):
 
 
 class Terms:
-    """What the loop may do with a set of gradients, and the error for everything else; here of those that have outlived
-    their own terms."""
+    """The uses that a loop may make of a set of gradients, and the error for everything else; here of those that
+    have outlived their own terms."""
 
     @property
     def allows_unscaling(self) -> bool:
@@ -86,7 +86,7 @@ class AppliedGradient(Tensor):
         inner: the gradient itself; ``None`` where there is none to read, such as a released one.
         like: a tensor of its shape, strides, dtype and device.
         parameter: whose gradient it is.
-        terms: what the loop may do with it.
+        terms: the uses that the loop may make of it.
         is_readable: whether operators may read it.
     """
 

@@ -191,29 +191,22 @@ def send_recv(
     return Collective(label, group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
 
 
-def all_to_all(
-    outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor, *, group: dist.ProcessGroup
-) -> Operation:
-    """Send ``inputs[r]`` to each other rank ``r`` and receive from it into ``outputs[r]``.
+def all_to_all(outputs: Tensor, inputs: Tensor, *, group: dist.ProcessGroup) -> Operation:
+    """Send ``inputs[r]``, of a tensor of shape ``(W, n)``, to each rank ``r``, and receive from it into ``outputs[r]``.
 
-    Of lists this rank's own tensors are not used. Two tensors of shape ``(W, n)`` take the host as long whatever ``W``
-    is on NCCL, and this rank's row of ``outputs`` becomes that of ``inputs``. On NCCL one collective. Elsewhere
-    messages, of which empty ones are not sent; each rank starts with the next one, so that not all send to the same
-    rank at once.
+    On NCCL it is one collective. Elsewhere it is messages, and each rank starts with the next one, so that not all
+    send to the same rank at once.
     """
     ranks, rank = group.size(), group.rank()
 
     def start(channel: Channel) -> Sequence[dist.Work]:
-        if isinstance(channel, GroupChannel) and channel.has_all_to_all(inputs[rank].device):
+        if isinstance(channel, GroupChannel) and channel.has_all_to_all(inputs.device):
             return channel.all_to_all(outputs, inputs)
-        if isinstance(outputs, Tensor):
-            outputs[rank].copy_(inputs[rank])
+        outputs[rank].copy_(inputs[rank])
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]
-        sends = [(inputs[peer], peer) for peer in peers if inputs[peer].numel()]
-        return channel.send_recv(sends, [(outputs[peer], peer) for peer in peers if outputs[peer].numel()])
+        return channel.send_recv([(inputs[peer], peer) for peer in peers], [(outputs[peer], peer) for peer in peers])
 
-    all_bytes = inputs.nbytes if isinstance(inputs, Tensor) else sum([tensor.nbytes for tensor in inputs])
-    sent = all_bytes - inputs[rank].nbytes
+    sent = inputs.nbytes - inputs[rank].nbytes
     return Collective("send_recv", group, start, sent=lambda size: sent)
 
 

@@ -47,7 +47,7 @@ def needs(extra: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a user gave, before there is a model.
+    """The arguments of a user, before there is a model.
 
     ``chain`` is a stage that reduces and makes no update, a list of stages, or a function of the optimizers that
     returns either: it is called with an ``OverlappedOptimizer`` of each (a ``ZeroRedundancyOptimizer`` as it is).
@@ -80,11 +80,11 @@ class Run:
     """A recipe carried out: registered with ``model`` until :meth:`remove`.
 
     Args:
-        recipe: what to register.
+        recipe: the chain or local SGD to register.
         model: in DDP.
         optimizers: the framework's, without wrappers.
-        late: what the framework does with gradients after backward, such as ``max_grad_norm=1.0 clips after backward``;
-            interleaved updates of the chain are then deferred. Empty: nothing.
+        late: the use that the framework makes of gradients after backward, such as ``max_grad_norm=1.0 clips after
+            backward``; interleaved updates of the chain are then deferred. Empty: nothing.
         instead: what else to do where an update cannot be deferred, for the message.
 
     Raises:
@@ -97,7 +97,7 @@ class Run:
         self.ddp = check_ddp(model)
         self.given = list(optimizers)
         self.optimizers: list[Any] = self.given
-        """What the training loop is to step, in the place of those given."""
+        """Those that the training loop is to step, in the place of those given."""
         self.updates: list[Update[Any]] = []
         """Those of the chain."""
         self.registration: Registration | None = None
@@ -114,9 +114,9 @@ class Run:
             self.registration = self._chain(recipe.chain, late, instead).register(self.ddp)
         self.sharded = [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
         """The optimizers whose state is divided among the ranks."""
-        # What all ranks have alike is in the framework's own checkpoint; ranks of local SGD have little alike.
+        # State that all ranks have alike is in the framework's own checkpoint; ranks of local SGD have little alike.
         self.state = TrainState(self.ddp, self.optimizers, stages_only=not self.is_local)
-        """What the framework's own checkpoint lacks."""
+        """The state that the framework's own checkpoint lacks."""
 
     def _chain(self, given: Any, late: str, instead: str) -> Chain:
         """The chain to register, which a :class:`Recipe` was given."""

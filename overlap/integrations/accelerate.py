@@ -80,7 +80,7 @@ def remove(accelerator: Accelerator) -> None:
 
 
 class Attached:
-    """The runs of one accelerator, and what its methods then do: clip, save and load."""
+    """The runs of one accelerator, which then clips, saves and loads for them."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         _check_kind(accelerator)

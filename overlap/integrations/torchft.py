@@ -107,7 +107,7 @@ def prepare(
 
 
 class ManagedOptimizer(OptimizerProxy):
-    """What the loop steps; made by :func:`prepare`. It shares everything with the optimizer that it wraps.
+    """The optimizer that the loop steps; made by :func:`prepare`. It shares everything with that which it wraps.
 
     Call ``zero_grad()`` before each forward, and ``step()`` after each backward, also after one that has raised.
     """
@@ -203,7 +203,7 @@ def _refuse_join(**options: Any) -> None:
 
 
 def _checked(chain: Any) -> Any:
-    """``chain``, or what it returns, as a stage that :func:`_refuse` does not."""
+    """``chain``, or its result, as a stage that :func:`_refuse` does not."""
     if callable(chain) and not isinstance(chain, Stage):
         return lambda optimizer: _checked(chain(optimizer))
     made = chain_of(*chain) if isinstance(chain, (list, tuple)) else chain_of(chain)

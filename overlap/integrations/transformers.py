@@ -46,7 +46,7 @@ class OverlapMixin:
     ) -> None:
         self.overlap_recipe = Recipe(chain, local_sgd)
         self.overlap_run: Run | None = None
-        """What is registered, during ``train()``."""
+        """The registered chain, during ``train()``."""
         self.overlap_resume: str | None = None
         """The checkpoint that ``train()`` resumes from, until it is loaded."""
         super().__init__(*args, **kwargs)

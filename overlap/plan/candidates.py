@@ -1,4 +1,4 @@
-"""The chains to choose from: what each may change in the result, and how it is built."""
+"""The chains to choose from: their effect on the result, and how each is built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Method:
 
     name: str
     kind: str
-    """What it may do to gradients; "exact": equal to plain DDP up to the order of a sum."""
+    """Its effect on gradients; "exact": equal to plain DDP up to the order of a sum."""
     update: Literal["after backward", "in backward", "sharded", "sharded, gathered in forward"]
     reducer: Callable[[], Stage] | None = None
     """``None`` for DDP's own and for the sharded update's."""

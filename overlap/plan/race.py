@@ -105,7 +105,7 @@ def generators_restored(device: torch.device) -> Iterator[None]:
             module.set_rng_state(on_device, device)
 
 
-# What rank 0 decides for all.
+# The decisions of rank 0 for all.
 _first = operator.itemgetter(0)
 
 
@@ -117,7 +117,7 @@ def _of_all(found: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Like:
-    """What a step of the loop is like."""
+    """The kind of step that the loop makes."""
 
     accumulate: int = 1
     """Backwards a step, all but the last under ``no_sync``."""
@@ -167,7 +167,7 @@ class _Lane:
         value.backward()
 
     def finish(self) -> None:
-        """Wait for what was left to the next forward."""
+        """Wait for the work left to the next forward."""
         getattr(self.optimizer, "wait", lambda: None)()
 
 
@@ -199,7 +199,7 @@ class Race:
         self.ratios: dict[str, list[float]] = {}
         """Of each of these rounds, the step of the candidate as a part of plain DDP's."""
         self.refused: dict[str, str] = {}
-        """What could not be built, or did not take a step, and why."""
+        """The candidates that could not be built, or did not take a step, and the reasons."""
         self.is_complete = True
         """Whether the time was enough for all."""
         self._group: dist.ProcessGroup | None = None
@@ -362,10 +362,10 @@ class Race:
     def _sample_ms(self, lane: _Lane) -> float:
         """Ms a step on this rank; all ranks start together."""
         steps = max(1, math.ceil(_SAMPLE_MS / lane.step_ms)) if lane.step_ms else 1
-        # An untimed step before them: what it leaves to the next forward stands for what the last one leaves.
+        # An untimed step before them: the work that it leaves to the next forward stands for that of the last one.
         leads_in = METHODS[lane.candidate].update == "sharded, gathered in forward" and lane.step_ms > 0
         batches = [copy.deepcopy(self._sample) for _ in range(steps + leads_in)]
-        # Before the lead-in: behind it, what it leaves to the next forward would arrive while ranks wait here.
+        # Before the lead-in: behind it, work left to the next forward would arrive while ranks wait here.
         group_all_reduce(torch.zeros(1, device=lane.device), group=lane.ddp.process_group)
         if leads_in:
             lane.step(batches.pop())
@@ -401,6 +401,6 @@ class Race:
 
 
 def _settle(device: torch.device) -> None:
-    # Not what is on other streams: it is left to the next forward, as on the CPU.
+    # Not other streams: their work is left to the next forward, as on the CPU.
     if has_streams(device):
         current_stream(device).synchronize()

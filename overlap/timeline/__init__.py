@@ -1,14 +1,14 @@
-"""A recording of training steps: what was computed, sent and updated, and what of it was exposed.
+"""A recording of training steps: computation, communication and updates, and the exposed part.
 
 recording  the `with` block, its hooks and clocks, and from marks to steps
-report     the steps of all ranks, their intervals and what follows from them, as a table and as a picture
+report     the steps of all ranks, their intervals, as a table and as a trace
 """
 
 from __future__ import annotations
 
 from overlap._torch.autograd import profile
 from overlap.timeline.recording import Timeline
-from overlap.timeline.report import Activity, BucketReport, Interval, Phase, Report, StepReport, save_reports
+from overlap.timeline.report import Activity, BucketReport, Interval, Phase, Report, StepReport
 
 __all__ = [
     "Activity",
@@ -19,5 +19,4 @@ __all__ = [
     "StepReport",
     "Timeline",
     "profile",
-    "save_reports",
 ]

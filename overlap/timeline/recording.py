@@ -6,6 +6,7 @@ is over.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,16 +32,17 @@ from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.engine.wavefront import BETWEEN_PASSES, Subject
 from overlap.hooks.stage import walk
 from overlap.ranks.board import of_all_ranks
-from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, check_picture, save_reports
+from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, trace_events
 
 # Collectives of an update that make the mean; all others that it issues gather parameters.
 _REDUCES = frozenset({"all_reduce", "reduce_scatter"})
 
 
 class Timeline:
-    """Records the steps that run inside a ``with`` block: what was computed, sent and updated, and when.
+    """Records the steps that run inside a ``with`` block: the times of computation, communication and updates.
 
-    Afterwards every rank calls :meth:`report`, which prints as a table, and :meth:`save`, for which rank 0 writes.
+    Afterwards every rank calls :meth:`report`, which prints as a table, and :meth:`export_chrome_trace`, for which
+    rank 0 writes.
     A step runs from the start of a forward that records gradients to the start of the next one after its backward;
     under ``no_sync`` every micro-batch is one. A forward under ``torch.no_grad`` ends the step and is not part of any.
 
@@ -119,7 +121,7 @@ class Timeline:
         return self._recorder.read(rank=self._ddp.process_group.rank())
 
     def report(self) -> Report:
-        """The steps of all ranks; every rank calls this (or :meth:`save`) after the block.
+        """The steps of all ranks; every rank calls this (or :meth:`export_chrome_trace`) after the block.
 
         Communication: in the first call ``all_gather_object`` on the model's process group.
 
@@ -131,12 +133,12 @@ class Timeline:
             self._report = Report(title=self._title, ranks=tuple(ranks))
         return self._report
 
-    def save(self, path: str | Path) -> None:
-        """Draw the median step, as :func:`save_reports`. Every rank calls this, as :meth:`report`; rank 0 writes."""
-        check_picture(path)  # On every rank: the others would wait for rank 0 in their next collective.
+    def export_chrome_trace(self, path: str | Path) -> None:
+        """Write the steps of all ranks as ``torch.profiler`` writes a trace, for ``ui.perfetto.dev`` and
+        ``chrome://tracing``. Every rank calls this, as :meth:`report`; rank 0 writes."""
         report = self.report()
         if self._ddp.process_group.rank() == 0:
-            save_reports({report.title: report}, path)
+            Path(path).write_text(json.dumps({"traceEvents": list(trace_events(report))}))
 
 
 class Clock:
@@ -183,7 +185,7 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(slots=True)
 class _Record:
-    """What an :class:`Activity` is read from."""
+    """The marks that an :class:`Activity` is read from."""
 
     kind: Kind
     label: str

@@ -1,15 +1,11 @@
-"""The recorded steps of all ranks: intervals, what follows from them, a table and a picture. All times are in ms."""
+"""The recorded steps of all ranks: intervals, sums of them, a table and a trace. All times are in ms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
-
-from overlap._checks import require_extra
-from overlap.errors import ConfigurationError
 
 PhaseName = Literal["buffers", "forward", "loss", "backward", "finalization", "optimizer", "wait"]
 Kind = Literal["reduce", "transform", "update", "gather", "average"]
@@ -72,7 +68,7 @@ def hull(intervals: Sequence[Interval]) -> Interval | None:
 
 @dataclass(frozen=True)
 class Phase(Interval):
-    """What the training thread (on CUDA: its stream) was in; docs/timeline.md has a table of them."""
+    """A stretch of the training thread (on CUDA: of its stream); docs/timeline.md has a table of them."""
 
     name: PhaseName
 
@@ -82,7 +78,7 @@ class Activity(Interval):
     """Something done for a bucket: a collective, from its launch to its completion, or code of a stage."""
 
     kind: Kind
-    """What it is for; code of a reducer, such as a cast, is ``reduce``."""
+    """Its purpose; code of a reducer, such as a cast, is ``reduce``."""
     label: str
     """The collective's name, or the stage's ``repr``."""
     is_collective: bool
@@ -195,7 +191,7 @@ class Report:
     """The recorded steps of all ranks; ``print`` it for a table."""
 
     title: str
-    """The ``repr`` of what was registered with the model, or ``"plain DDP"``."""
+    """The ``repr`` of the stage registered with the model, or ``"plain DDP"``."""
     ranks: tuple[tuple[StepReport, ...], ...]
     """By rank, in the order of the steps."""
 
@@ -265,98 +261,31 @@ def _table(columns: _Columns, entries: Sequence[Any]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-# The picture ---------------------------------------------------------------------------------------------------------
-
-_COLORS = {
-    "forward": "#a6cee3",
-    "loss": "#d9e8f2",
-    "backward": "#4a90c2",
-    "finalization": "#b9c4ce",
-    "optimizer": "#59a75a",
-    "buffers": "#f2cf3c",
-    "transform": "#d98cb3",
-    "reduce": "#f28e3c",
-    "update": "#59a75a",
-    "gather": "#9a6fb8",
-    "average": "#2fb3b3",
-    "exposed communication": "#d62728",
-}
-_LANES = ("compute", "communication", "stages")
-_MOST_RANKS = 8
-
-_Bar = tuple[str, Interval, int | None]
-"""Its meaning, when, and the index of the bucket."""
+# The trace -----------------------------------------------------------------------------------------------------------
 
 
-def check_picture(path: str | Path) -> None:
-    """Raises: ConfigurationError: matplotlib is missing, or does not write such a file."""
-    require_extra("timeline", "matplotlib")
-    if (suffix := Path(path).suffix) not in (".png", ".svg", ".pdf"):
-        raise ConfigurationError(f"a timeline is drawn as .png, .svg or .pdf, got {suffix!r}: use 'timeline.png'")
+def trace_events(report: Report) -> Iterator[dict[str, Any]]:
+    """The events of a Chrome trace: a process for each rank, whose steps follow each other.
 
-
-def save_reports(reports: Mapping[str, Report], path: str | Path) -> None:
-    """Draw rank 0's median step of each report into one file: a lane for computation, communication and stages each.
-
-    Args:
-        reports: by title, in the order in which they are shown.
-        path: ends in ``.png``, ``.svg`` or ``.pdf``.
-
-    Raises:
-        ConfigurationError: a report has no step, ``path`` ends in something else, or matplotlib is missing.
+    The main row shows the phases without their waits, and in these the exposed communication. Activities of buckets are
+    asynchronous events, since several of one row may overlap.
     """
-    check_picture(path)
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    panels: dict[str, tuple[StepReport, ...]] = {}
-    for title, report in reports.items():
-        if (number := report.median_step()) is None:
-            raise ConfigurationError(f"no step was recorded of {title!r}: train some steps inside `with Timeline(ddp)`")
-        panels[f"{title} (step {number})"] = report.of_step(number)[:_MOST_RANKS]
-    heights = [len(_LANES) * len(steps) for steps in panels.values()]
-    figure = Figure(figsize=(11.0, 1.5 + 0.5 * sum(heights)), dpi=130, layout="constrained")
-    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    shown: set[str] = set()
-    for axes, (title, steps) in zip(rows, panels.items(), strict=True):
-        axes.set_title(title, fontsize=10, loc="left")
-        shown |= _draw(axes, steps)
-    rows[-1].set_xlabel("ms from the start of each rank's step; numbers: buckets; triangles: gradients are ready")
-    handles = [Patch(color=color, label=meaning) for meaning, color in _COLORS.items() if meaning in shown]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=9, frameon=False)
-    figure.savefig(path)
-
-
-def _draw(axes: Any, steps: Sequence[StepReport]) -> set[str]:
-    """One step on each of its ranks; returns the meanings of its bars."""
-    meanings = set()
-    for rank, step in enumerate(steps):
-        top = len(_LANES) * rank
-        for lane, bars in enumerate(_lanes(step)):
-            for meaning, one, index in bars:
-                meanings.add(meaning)
-                # Buckets in flight at the same time, one above the other.
-                height = 0.8 if index is None else 0.4
-                place = top + lane - 0.4 + (height * (index % 2) if index is not None else 0.0)
-                axes.broken_barh([(one.start_ms, one.duration_ms)], (place, height), facecolors=_COLORS[meaning])
-                if index is not None and one.duration_ms > 0.01 * step.step_ms:
-                    axes.text(one.start_ms, place + height / 2, f" {index}", va="center", fontsize=7)
-        ready_ms = [bucket.ready_ms for bucket in step.buckets]
-        axes.plot(ready_ms, [top - 0.5] * len(ready_ms), ls="", marker="v", ms=4, color="black")
-        axes.axvline(step.step_ms, color="black", lw=1, ls="--")
-    labels = [f"rank {step.rank}  {lane}" for step in steps for lane in _LANES]
-    axes.set_yticks(range(len(labels)), labels, fontsize=9)
-    axes.set_ylim(len(labels) - 0.5, -0.7)
-    return meanings
-
-
-def _lanes(step: StepReport) -> Iterator[list[_Bar]]:
-    """The bars of each lane."""
-    phases = [phase for phase in step.phases if phase.name not in ("buffers", "wait")]
-    computed = [(phase.name, part, None) for phase in phases for part in without([phase], step.waits)]
-    exposed = intersection(step.waits, step.communication)
-    yield [*computed, *(("exposed communication", part, None) for part in exposed)]
-    of_buckets = [(bucket.index, one) for bucket in step.buckets for one in bucket.activities]
-    buffers = [("buffers", phase, None) for phase in step.in_phase("buffers")]
-    yield [*buffers, *((one.kind, one, index) for index, one in of_buckets if one.is_collective)]
-    yield [(one.kind, one, index) for index, one in of_buckets if not one.is_collective]
+    for rank, steps in enumerate(report.ranks):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}: {report.title}"}}
+        start_ms = 0.0
+        for step in steps:
+            phases = [phase for phase in step.phases if phase.name not in ("buffers", "wait")]
+            row: list[tuple[str, Interval]] = [
+                (phase.name, part) for phase in phases for part in without([phase], step.waits)
+            ]
+            row += [("exposed communication", part) for part in intersection(step.waits, step.communication)]
+            for name, one in row:
+                times = {"ts": 1e3 * (start_ms + one.start_ms), "dur": 1e3 * one.duration_ms}
+                yield {"ph": "X", "name": name, "pid": rank, "tid": 0, **times}
+            for bucket in step.buckets:
+                for number, activity in enumerate(bucket.activities):
+                    shown = {"name": f"{activity.label} [bucket {bucket.index}]", "cat": activity.kind, "pid": rank}
+                    shown |= {"tid": 0, "id": f"{step.step}.{bucket.index}.{number}"}
+                    yield {"ph": "b", **shown, "ts": 1e3 * (start_ms + activity.start_ms)}
+                    yield {"ph": "e", **shown, "ts": 1e3 * (start_ms + activity.end_ms)}
+            start_ms += step.step_ms

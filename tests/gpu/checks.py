@@ -21,7 +21,6 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
-    offload_wrapper,
 )
 from overlap.hooks.collectives import Collective
 from streams import loops
@@ -75,8 +74,7 @@ def parity(scenario: Scenario, rank: int, device: torch.device) -> None:
 def no_race(scenario: Scenario, rank: int, device: torch.device) -> None:
     """With streams made late the result is that of a run in which there can be no race, in every bit."""
     expected = trained(scenario, rank, device, lateness=Lateness(device, IN_ORDER))
-    # The quantized collectives run without the model.
-    for where in (LATE_STAGES,) if scenario.loop is loops.quantizes else (LATE_STAGES, LATE_MODEL):
+    for where in (LATE_STAGES, LATE_MODEL):
         lateness = Lateness(device, where)
         _assert_equal(trained(scenario, rank, device, lateness=lateness), expected, where)
         assert lateness.delays > 0, f"{where}: nothing was made late, so nothing was tested"
@@ -113,9 +111,9 @@ def _a_missing_wait_is_found(scenario: Scenario, rank: int, device: torch.device
 _WIDTH, _LAYERS, _STEPS = 1024 if torch.cuda.is_available() else 64, 8, 4
 
 
-def _layers(device: torch.device, wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> nn.Module:
+def _layers(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    layers = (wrap(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU())) for _ in range(_LAYERS))
+    layers = (nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(_LAYERS))
     return nn.Sequential(*layers).to(device)
 
 
@@ -158,15 +156,6 @@ def _peak_of(name: str, device: torch.device, batch: int) -> int:
     return _peak_bytes(ddp, optimizer, device, batch)
 
 
-def _offloaded(scenario: Scenario, rank: int, device: torch.device) -> None:
-    """Activations that lie on the CPU are not on the GPU; on the CPU there is nothing to see, but that it runs."""
-    batch = 4096 if device.type == "cuda" else 16
-    models = (_layers(device), _layers(device, offload_wrapper))
-    peaks = [_peak_bytes(one, torch.optim.SGD(one.parameters(), lr=0.01), device, batch) for one in models]
-    if device.type == "cuda":
-        assert peaks[1] < 0.8 * peaks[0], peaks
-
-
 def _timeline(scenario: Scenario, rank: int, device: torch.device) -> None:
     """Of every bucket, what comes after what, on the device's own clock."""
     ddp = wrapped(scenario.model, device, **scenario.ddp)
@@ -197,7 +186,6 @@ _PLAYED = (
     "log, skip",
     "clip the norm, sharded",
     "unused, sharded, in the next forward",
-    "quantized collectives",
     "released",
     "joins",
     "local, overlapped",
@@ -228,7 +216,6 @@ CHECKS: Mapping[str, tuple[Scenario, dict[str, Check]]] = {
         {
             "times": Check(run=_timeline),
             "memory": Check(run=_updates_add_little),
-            "memory, offloaded": Check(run=_offloaded),
         },
     ),
     **{name: (SCENARIOS[name], _topics(SCENARIOS[name])) for name in _PLAYED},

@@ -22,10 +22,8 @@ _MODULES = (
     "pytest",  # every test module that a rank imports needs these two
     "hypothesis",
     "overlap.compose",  # The package itself imports its parts when they are used.
-    "overlap.activations",
     "overlap.optim.local_sgd",
     "overlap.optim.zero",
-    "overlap.quantized",
     "overlap.resume",
     "overlap.timeline",
 )

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.checkpoint import checkpoint
-
-from overlap import checkpoint_wrapper
 
 from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD

@@ -381,21 +381,6 @@ MUTANTS: dict[str, Mutant] = {
         "sent=lambda size: tensor.nbytes * (size - 1) / size",
         "timeline/test_recording.py",
     ),
-    "a checkpointed forward draws other random numbers": Mutant(
-        "activations.py",
-        "**dict(self._checkpointed))",
-        '**{**dict(self._checkpointed), "preserve_rng_state": False})',
-        "activations/test_gradients.py -k every_step",
-    ),
-    "an offloaded tensor is lost": Mutant(
-        "activations.py",
-        "return tensor.device, host.copy_(tensor)",
-        "return tensor.device, host.zero_()",
-        "activations/test_gradients.py -k comes_back",
-    ),
-    "BFP16 is sent as FP16": Mutant(
-        "quantized.py", "DQuantType.BFP16: BFloat16()", "DQuantType.BFP16: Float16()", "quantized/test_results.py"
-    ),
     "a removed name gives no hint": Mutant("_lazy.py", "if name not in REMOVED:", "if name:", "test_public_names.py"),
     "a link can be imported": Mutant(
         "_lazy.py", "if module != package:", "if not module:", "test_public_names.py -k links"

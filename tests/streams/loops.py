@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap import Int8, Join, PeerError, auto_quantize
+from overlap import Join, PeerError
 
 from .model import batch
 
@@ -68,20 +67,6 @@ def trains(game: Game) -> None:
 def trains_long(game: Game) -> None:
     for _ in range(2):
         trains(game)
-
-
-def quantizes(game: Game) -> None:
-    """Collectives outside of any backward."""
-    reduce, scatter = auto_quantize(dist.all_reduce, Int8()), auto_quantize(dist.reduce_scatter, Int8())
-    for _ in range(_STEPS):
-        sums = [parameter.detach().clone() for parameter in game.ddp.parameters()]
-        own = torch.zeros_like(sums[0])
-        for one in sums:
-            reduce(one)
-        scatter(own, [own.neg() for _ in range(dist.get_world_size())])
-        torch.empty_like(next(game.ddp.parameters()))  # It may get the memory of tensors that nobody else keeps.
-        for parameter, one in zip(game.ddp.parameters(), sums, strict=True):
-            parameter.data.add_(one, alpha=0.1)
 
 
 def overflows(game: Game) -> None:

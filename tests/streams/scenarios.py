@@ -163,7 +163,6 @@ SCENARIOS: dict[str, Scenario] = {
     "unused, sharded, in the next forward": Scenario(
         build=zero(deferred=True, gather="forward"), plain=adamw, **_UNUSED
     ),
-    "quantized collectives": Scenario(build=adamw, loop=loops.quantizes),
     "released": Scenario(build=step(AllReduce, release_gradients=True), model=Deep, ddp=_VIEWS, plain=adamw),
     "released, on two streams": Scenario(
         build=step(AllReduce, release_gradients=True), model=Branches, ddp=_VIEWS, plain=adamw

@@ -1,15 +1,13 @@
-"""Intervals of a step, the table and pictures of reports made by hand: no process group, no model."""
+"""Intervals of a step, the table and the trace of reports made by hand: no process group, no model."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap import ConfigurationError, _checks
-from overlap.timeline import Activity, BucketReport, Interval, Phase, Report, StepReport, save_reports
-from overlap.timeline.report import hull, intersection, length_ms, union, without
+from overlap.timeline import Activity, BucketReport, Interval, Phase, Report, StepReport
+from overlap.timeline.report import hull, intersection, length_ms, trace_events, union, without
 
 
 def bucket(index: int, ready_ms: float, *activities: Activity) -> BucketReport:
@@ -129,17 +127,20 @@ def test_a_report_without_steps_says_so() -> None:
     assert "no step was recorded" in str(Report(title="plain DDP", ranks=((), ())))
 
 
-# As a picture ------------------------------------------------------------------------------------------------
+# As a trace --------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_shows_every_rank_and_what_the_colors_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    save_reports({"plain": report(), "overlapped": report(1)}, tmp_path / "step.svg")
-    text = (tmp_path / "step.svg").read_text()
-    for words in ("rank 1  communication", "plain (step 2)", "ms from the start", "exposed communication", "reduce"):
-        assert f"<!-- {words}" in text, words
-    with pytest.raises(ConfigurationError, match=r"no step was recorded of 'plain'"):
-        save_reports({"plain": Report(title="plain DDP", ranks=((), ()))}, tmp_path / "step.png")
-    monkeypatch.setattr(_checks, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"^matplotlib not installed: pip install '\.\[timeline\]' in a clone"):
-        save_reports({"plain": report()}, tmp_path / "step.png")
+def test_a_trace_has_every_step_of_every_rank_one_after_the_other() -> None:
+    events = list(trace_events(report()))
+    assert {event["pid"] for event in events} == {0, 1}
+    steps, started = report().ranks[1], [event for event in events if event["pid"] == 1 and event["ph"] == "b"]
+    activities = [
+        (sum(one.step_ms for one in steps[:number]), bucket, activity)
+        for number, step in enumerate(steps)
+        for bucket in step.buckets
+        for activity in bucket.activities
+    ]
+    assert [event["ts"] for event in started] == [1e3 * (start + one.start_ms) for start, _, one in activities]
+    assert [event["name"] for event in started] == [f"{one.label} [bucket {of.index}]" for _, of, one in activities]
+    exposed = [event["dur"] for event in events if event["pid"] == 1 and event["name"] == "exposed communication"]
+    assert sum(exposed) == pytest.approx(1e3 * sum(step.exposed_ms for step in steps))

@@ -175,11 +175,6 @@ class Wire(ABC):
         """Whether encoding needs a generator."""
         return False
 
-    @property
-    def largest(self) -> float:
-        """The largest finite magnitude; larger values become infinite."""
-        return torch.finfo(torch.float32).max
-
     @abstractmethod
     def codec(self, numel: int) -> Codec:
         """The codec of messages of at least ``numel`` values."""

@@ -113,12 +113,12 @@ class QuantizedSum:
             summands[rank].copy_(summand)
             torch.sum(summands, dim=0, out=own)
         else:
-            # Nothing that is not sent. Starting with the next rank spreads the senders over the receivers.
+            # Only messages for others. Starting with the next rank spreads the senders over the receivers.
             others = slice(rank + 1, ranks), slice(0, rank)
             for some in others:
                 for parts, theirs in self._parts(values, some):
                     encode(parts, sent[theirs], self._generator)
-            await all_to_all(received.unbind(), sent.unbind(), group=group)
+            await all_to_all(received, sent, group=group)
             for some in others:
                 codec.add_rows(received[some], own)
         encode(own[None], received[rank : rank + 1], self._generator)

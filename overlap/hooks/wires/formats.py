@@ -45,10 +45,6 @@ class CastWire(Wire):
 
     dtype: ClassVar[torch.dtype]
 
-    @property
-    def largest(self) -> float:
-        return torch.finfo(self.dtype).max
-
     def codec(self, numel: int) -> CastCodec:
         return CastCodec(numel, 1, self.dtype)
 
@@ -339,10 +335,6 @@ class TopK(Wire):
                 "0.01"
             )
         check_chunk(self.chunk, largest=_LARGEST_CHUNK)
-
-    @property
-    def largest(self) -> float:
-        return torch.finfo(torch.bfloat16).max
 
     def codec(self, numel: int) -> TopKCodec:
         chunks, chunk_numel = cut(numel, self.chunk)
