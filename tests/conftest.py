@@ -13,6 +13,10 @@ sys.dont_write_bytecode = False
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Lets the fork server preload while tests are collected; most sessions start ranks."""
-    if not session.config.option.collectonly:
+    """Lets the fork server preload while tests are collected; most sessions start ranks.
+
+    Each of several workers has a server of its own, and the session that hands tests to them has none.
+    """
+    hands_on = getattr(session.config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
+    if not session.config.option.collectonly and not hands_on:
         start_server()
