@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from harness import assert_parity
 from overlap.optim.stepper import SubsetStepper
 
-__all__ = ["check"]
-
 STEPS = 12
 # Gradients of very different sizes, for estimates that settle, and steps in which some parameters have none.
 _SCALES = (1.0, 1e-3, 30.0, 0.1, 1e-5, 3.0)
