@@ -37,6 +37,7 @@ install := $(pip) install -qq --no-compile --retries 10 --constraint $(constrain
 compile = $(@D)/bin/python -m compileall -q -j 0 -x /tests/ $(@D)/lib >/dev/null || true
 
 with_frameworks := .venv-integrations
+need_no_framework := test_pytorchs_ddp test_integrations_page
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-integrations soak mutants coverage check fmt docs bench gpu clean
@@ -77,7 +78,7 @@ test: check
 	$(bin)/python -m pytest
 
 test-integrations: $(with_frameworks)/.installed
-	$(with_frameworks)/bin/python -m pytest tests/integrations
+	$(with_frameworks)/bin/python -m pytest tests/integrations $(need_no_framework:%=--ignore tests/integrations/%.py)
 
 # The network is used once, to install; the site itself is built and read without it.
 docs: $(docs_installed)

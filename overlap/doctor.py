@@ -22,7 +22,7 @@ import overlap
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
 
 _DISTRIBUTION = "ddp-overlap"
-_LEAST_TORCH = (2, 11)
+_LEAST_TORCH = (2, 13)
 _PACKAGES = (
     "numpy", "tqdm", "torchvision", "scikit-learn", "matplotlib", "lightning", "accelerate", "transformers", "torchft",
     "torchcomms",

@@ -6,8 +6,6 @@ import torch
 
 from overlap import Bucket, DivideByCount
 
-__all__ = ["Ones", "centralize", "clip_value", "scale"]
-
 Function = Callable[[Bucket], None]
 
 

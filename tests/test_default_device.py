@@ -1,7 +1,7 @@
 """``torch.set_default_device``: whatever it is, the library's own tensors and generators are where gradients are."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,22 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
+from compositions.sentences import Build, local, sharded, with_update
 from harness import assert_parity, on_ranks
-from overlap import (
-    AllReduce,
-    Int4,
-    Int8,
-    Join,
-    LocalSGD,
-    OverlappedOptimizer,
-    PowerSGD,
-    Quantize,
-    Step,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    chain,
-    route,
-)
+from overlap import AllReduce, Int4, Int8, Join, PowerSGD, Quantize, chain, route
 from overlap._checks import check_device
 from overlap._torch.c10d import backend_name
 from overlap.errors import UnsupportedError
@@ -60,35 +47,21 @@ def test_every_tensor_and_generator_of_the_package_names_its_device() -> None:
     assert list(_made_by_default()) == []
 
 
-def _replicated(ddp: Any, reducer: Any) -> Any:
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
-    chain(reducer, Step(optimizer)).register(ddp)
-    return optimizer
-
-
-def _sharded(ddp: Any) -> Any:
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    chain(ZeroStep(zero, gather="forward")).register(ddp)
-    return zero
-
-
-FORMS: dict[str, Callable[[Any], Any]] = {
-    "Int4, error feedback": lambda ddp: _replicated(ddp, Quantize(Int4(), error_feedback=True)),
-    "route": lambda ddp: _replicated(ddp, route({"*.weight": PowerSGD(rank=1), "*": AllReduce()})),
-    "ZeroStep in forward": _sharded,
-    "LocalSGD": lambda ddp: LocalSGD(
-        ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2, start_step=1, wire=Int8()
-    ),
+FORMS: dict[str, Build] = {
+    "Int4, error feedback": with_update(lambda: Quantize(Int4(), error_feedback=True)),
+    "route": with_update(lambda: route({"*.weight": PowerSGD(rank=1), "*": AllReduce()})),
+    "ZeroStep in forward": sharded(gather="forward"),
+    "LocalSGD": local(start_step=1, wire=Int8()),
 }
 
 
-def _train(make: Callable[[Any], Any], default: str, rank: int) -> list[torch.Tensor]:
+def _train(build: Build, default: str, rank: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)]), bucket_cap_mb=1e-3)
     batches = [torch.randn(4, 16, generator=torch.Generator().manual_seed(9 * place + rank)) for place in range(4)]
     torch.set_default_device(default)
     try:
-        optimizer = make(ddp)
+        (optimizer,) = build(ddp)
         # Uneven: rank 0 has a batch less.
         with Join([ddp, optimizer]) as join:
             for batch in join.iterate(batches[rank == 0 :]):
@@ -105,8 +78,8 @@ def _train(make: Callable[[Any], Any], default: str, rank: int) -> list[torch.Te
 def test_every_form_trains_alike_under_another_default_device(rank: int, world_size: int) -> None:
     # A default device belongs to a thread: small models have their stages run by the training thread.
     with mock.patch.object(executors, "SMALL_BYTES", 2**20):
-        for name, make in FORMS.items():
-            assert_parity(_train(make, "meta", rank), _train(make, "cpu", rank), what=name)
+        for name, build in FORMS.items():
+            assert_parity(_train(build, "meta", rank), _train(build, "cpu", rank), what=name)
 
 
 @on_ranks(1)

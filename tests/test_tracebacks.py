@@ -10,33 +10,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from compositions.sentences import Build, sharded, with_update
 from harness import on_ranks
-from overlap import (
-    AllReduce,
-    ConfigurationError,
-    OverlapError,
-    OverlappedOptimizer,
-    Step,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    chain,
-)
+from overlap import AllReduce, ConfigurationError, OverlapError, chain
 
 Touch = Callable[[Any], Any]
 
 
+FORMS: dict[str, Build] = {"plain": lambda ddp: [None], "Step": with_update(AllReduce), "ZeroStep": sharded()}
+
+
 def _loop(form: str) -> SimpleNamespace:
-    ddp: Any = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
-    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    if form == "plain":
-        return SimpleNamespace(ddp=ddp, optimizer=optimizer)
-    if form == "Step":
-        optimizer = OverlappedOptimizer(optimizer)
-        registration = chain(AllReduce(), Step(optimizer)).register(ddp)
-    else:
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-        registration = chain(ZeroStep(optimizer)).register(ddp)
-    return SimpleNamespace(ddp=ddp, optimizer=optimizer, registration=registration)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    (optimizer,) = FORMS[form](ddp)
+    return SimpleNamespace(ddp=ddp, optimizer=optimizer)
 
 
 def _backward(of: Any) -> None:

@@ -67,8 +67,8 @@ def _rest(ddp: Any) -> list[Tensor]:
     return [parameter for parameter in ddp.parameters() if id(parameter) not in matrices]
 
 
-def _with(*before: Callable[[], Any], **options: Any) -> Build:
-    """Stages, then one update of AdamW."""
+def with_update(*before: Callable[[], Any], **options: Any) -> Build:
+    """These stages, then one update of AdamW."""
 
     def build(ddp: Any) -> list[Any]:
         optimizer = OverlappedOptimizer(ADAMW(ddp.parameters()))
@@ -78,13 +78,16 @@ def _with(*before: Callable[[], Any], **options: Any) -> Build:
     return build
 
 
-def _sharded_adamw(parameters: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=True)
+def _sharded_adamw(parameters: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    adamw = {**ADAMW.keywords, **options}
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, overlap_with_ddp=True, **adamw)
 
 
-def _sharded(*before: Callable[[], Any], **options: Any) -> Build:
+def sharded(*before: Callable[[], Any], partition: str = "element", **options: Any) -> Build:
+    """These stages, then one sharded update of AdamW."""
+
     def build(ddp: Any) -> list[Any]:
-        zero = _sharded_adamw(ddp.parameters())
+        zero = _sharded_adamw(ddp.parameters(), partition=partition)
         chain(*(make() for make in before), ZeroStep(zero, **options)).register(ddp)
         return [zero]
 
@@ -117,8 +120,9 @@ def _mixed(ddp: Any) -> list[Any]:
     return [muon, adamw]
 
 
-def _local(**options: Any) -> Build:
-    return lambda ddp: [LocalSGD(ddp, SGD(ddp.parameters()), period=2, start_step=2, **options)]
+def local(**options: Any) -> Build:
+    """Averages of two steps of SGD each."""
+    return lambda ddp: [LocalSGD(ddp, SGD(ddp.parameters()), **{"period": 2, "start_step": 2, **options})]
 
 
 def _clip(ddp: Any, optimizers: list[Any]) -> None:
@@ -187,17 +191,17 @@ SUMMED = {"rtol": 1e-5, "atol": 1e-7, "reason": "summed rank by rank"}
 
 SENTENCES: dict[str, Sentence] = {
     # Bit for bit what the same thing by hand is.
-    "clip the norm": Sentence(build=_with(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
-    "count, clip the norm": Sentence(build=_with(Ones, AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
-    "count, sharded": Sentence(build=_sharded(Ones), by_hand=_nothing),
-    "clip values": Sentence(build=_with(AllReduce, lambda: clip_value(0.01)), by_hand=_clip_value),
-    "clip the norm, sharded": Sentence(build=_sharded(lambda: ClipGradNorm(0.1)), by_hand=_clip, tolerance=SUMMED),
-    "log, skip": Sentence(build=_with(AllReduce, _log, SkipNonFinite), by_hand=_nothing, skips=True),
-    "log, skip, sharded": Sentence(build=_sharded(_log, SkipNonFinite), by_hand=_nothing, skips=True),
+    "clip the norm": Sentence(build=with_update(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
+    "count, clip the norm": Sentence(build=with_update(Ones, AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
+    "count, sharded": Sentence(build=sharded(Ones), by_hand=_nothing),
+    "clip values": Sentence(build=with_update(AllReduce, lambda: clip_value(0.01)), by_hand=_clip_value),
+    "clip the norm, sharded": Sentence(build=sharded(lambda: ClipGradNorm(0.1)), by_hand=_clip, tolerance=SUMMED),
+    "log, skip": Sentence(build=with_update(AllReduce, _log, SkipNonFinite), by_hand=_nothing, skips=True),
+    "log, skip, sharded": Sentence(build=sharded(_log, SkipNonFinite), by_hand=_nothing, skips=True),
     "skip, sharded, in the next forward": Sentence(
-        build=_sharded(SkipNonFinite, gather="forward"), by_hand=_nothing, skips=True
+        build=sharded(SkipNonFinite, gather="forward"), by_hand=_nothing, skips=True
     ),
-    "routed to one": Sentence(build=_with(_routed(EXACT_ROUTES)), by_hand=_nothing),
+    "routed to one": Sentence(build=with_update(_routed(EXACT_ROUTES)), by_hand=_nothing),
     "two updates": Sentence(build=_muon(AllReduce), by_hand=_nothing, plain=_two),
     "two updates, clipped": Sentence(build=_muon(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip, plain=_two),
     "two sharded updates": Sentence(build=_sharded_muon(), by_hand=_nothing, plain=_two),
@@ -208,24 +212,26 @@ SENTENCES: dict[str, Sentence] = {
     "one sharded, one not": Sentence(build=_mixed, by_hand=_nothing, plain=_two),
     # Rounded.
     "everything around 16 bits": Sentence(
-        build=_with(lambda: scale(2.0), lambda: Cast(torch.bfloat16), lambda: scale(0.5), lambda: centralize, _Noise)
+        build=with_update(
+            lambda: scale(2.0), lambda: Cast(torch.bfloat16), lambda: scale(0.5), lambda: centralize, _Noise
+        )
     ),
-    "routed to factors": Sentence(build=_with(_routed(ROUTES), lambda: ClipGradNorm(1.0))),
-    "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES))),
-    "fp8, skip": Sentence(build=_with(lambda: Quantize(Float8()), SkipNonFinite), skips=True),
-    "sparse, deferred": Sentence(build=_with(lambda: Quantize(TopK(0.1), error_feedback=True), deferred=True)),
-    "4 bits, sharded, skip": Sentence(build=_sharded(_int4, SkipNonFinite), skips=True),
+    "routed to factors": Sentence(build=with_update(_routed(ROUTES), lambda: ClipGradNorm(1.0))),
+    "routed to factors, then sharded": Sentence(build=sharded(_routed(ROUTES))),
+    "fp8, skip": Sentence(build=with_update(lambda: Quantize(Float8()), SkipNonFinite), skips=True),
+    "sparse, deferred": Sentence(build=with_update(lambda: Quantize(TopK(0.1), error_feedback=True), deferred=True)),
+    "4 bits, sharded, skip": Sentence(build=sharded(_int4, SkipNonFinite), skips=True),
     "factors in 8 bits, clipped, two sharded updates": Sentence(
         build=_sharded_muon(_factors, lambda: ClipGradNorm(1.0))
     ),
     "4 bits, clipped, sharded, in the next forward": Sentence(
-        build=_sharded(_int4, lambda: ClipGradNorm(1.0), gather="forward")
+        build=sharded(_int4, lambda: ClipGradNorm(1.0), gather="forward")
     ),
     "factors in 8 bits, two updates": Sentence(
         build=_muon(lambda: PowerSGD(rank=1, min_compression_rate=1, wire=Int8()))
     ),
-    "DiLoCo in 4 bits": Sentence(build=_local(wire=Int4(), error_feedback=True, outer=OUTER), equal_every=2),
-    "sparse averages": Sentence(build=_local(wire=TopK(0.1), error_feedback=True), equal_every=2),
+    "DiLoCo in 4 bits": Sentence(build=local(wire=Int4(), error_feedback=True, outer=OUTER), equal_every=2),
+    "sparse averages": Sentence(build=local(wire=TopK(0.1), error_feedback=True), equal_every=2),
 }
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied", "model_of_two_buckets", "prepare_rank", "state_of"]
-
 
 def prepare_rank(rank: int, world_size: int) -> None:
     """Make this process what a launcher such as torchrun would have made of it."""

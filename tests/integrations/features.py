@@ -6,8 +6,6 @@ without us, and fails where a cell is not what is declared here.
 
 from dataclasses import dataclass
 
-__all__ = ["FORMS", "FRAMEWORKS", "Refused", "cells", "table"]
-
 
 @dataclass(frozen=True)
 class Refused:
@@ -96,11 +94,6 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         "a checkpoint of the plain Trainer, resumed": _row(of=("interleaved", "zero")),
     },
 }
-
-
-def cells(framework: str, feature: str) -> dict[str, str | Refused]:
-    """What each form does."""
-    return FRAMEWORKS[framework][feature]
 
 
 def table(framework: str) -> str:

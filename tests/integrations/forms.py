@@ -8,8 +8,6 @@ import torch
 
 from overlap import AllReduce, LocalSGD, PowerSGD, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
-__all__ = ["optimizer_of", "options_of"]
-
 
 def options_of(form: str, *, is_resumed: bool = False) -> dict[str, Any]:
     """The arguments ``chain`` or ``local_sgd`` of an integration."""

@@ -12,8 +12,6 @@ from forms import optimizer_of, options_of
 from torch.nn.functional import cross_entropy, softplus
 from torch.utils.data import DataLoader
 
-__all__ = ["loader_of", "module_of", "play", "strategy_of", "trainer_of"]
-
 CLIP = 0.05
 BATCHES = 7
 SAVED_AFTER = 3

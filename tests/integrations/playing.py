@@ -4,12 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from comparing import prepare_rank
-from features import PLAIN, ROUNDED, Refused, cells
+from features import FRAMEWORKS, PLAIN, ROUNDED, Refused
 
 from harness import assert_parity, run_ranks
 from overlap import OverlapError
-
-__all__ = ["check_row"]
 
 Play = Callable[[str, str, str], Any]
 
@@ -31,7 +29,7 @@ def check_row(framework: str, feature: str, play: Play, folder: Any) -> None:
     ``play(feature, form, folder)`` returns what is compared, and for ``"plain"`` the same without us; where a form is
     to equal something else, such as an uninterrupted run of its own, a pair of both.
     """
-    declared = cells(framework, feature)
+    declared = FRAMEWORKS[framework][feature]
     forms = [*(["plain"] if {PLAIN, ROUNDED} & {c for c in declared.values() if isinstance(c, str)} else []), *declared]
     ranks = run_ranks(_on_rank, 2, play, feature, forms, str(folder), timeout_s=120)
     for rank, found in enumerate(ranks):

@@ -21,19 +21,6 @@ import overlap
 from harness import assert_parity, run_ranks
 from overlap.hooks import Stage
 
-__all__ = [
-    "FAULT_STEP",
-    "FORMS",
-    "STEPS",
-    "backward",
-    "batch",
-    "join",
-    "lighthouse",
-    "manager_of",
-    "optimizer_of",
-    "start",
-]
-
 STEPS = 8
 FAULT_STEP = 3
 COLLECTIVE_S, QUORUM_S, HEARTBEAT_S = 5.0, 20.0, 2.0

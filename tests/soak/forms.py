@@ -5,29 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from compositions.sentences import ADAMW, SGD, sharded, with_update
 from harness.models import MLP
-from overlap import (
-    AllReduce,
-    Bucket,
-    Int4,
-    LocalSGD,
-    OverlappedOptimizer,
-    PowerSGD,
-    Quantize,
-    Stage,
-    Step,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    chain,
-)
+from overlap import AllReduce, Bucket, Int4, LocalSGD, PowerSGD, Quantize, Stage, chain
 from overlap.hooks import Role
 
 START_STEP = 4
-ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class Planned(Exception):
@@ -74,8 +59,8 @@ class Form:
         return Built(ddp=ddp, optimizer=self.build(ddp, trap, is_other), trap=trap)
 
 
-def _stages(trap: Trap, is_other: bool) -> list[Stage]:
-    return [trap, Trap()] if is_other else [trap]  # One more is another plan.
+def _stages(trap: Trap, is_other: bool) -> list[Callable[[], Stage]]:
+    return [lambda: trap, Trap] if is_other else [lambda: trap]  # One more is another plan.
 
 
 def _plain(ddp: Any, trap: Trap, is_other: bool) -> Any:
@@ -83,21 +68,15 @@ def _plain(ddp: Any, trap: Trap, is_other: bool) -> Any:
 
 
 def _step(ddp: Any, trap: Trap, is_other: bool, *, reducer: Callable[[], Stage] = AllReduce) -> Any:
-    optimizer = OverlappedOptimizer(ADAMW(ddp.parameters()))
-    chain(*_stages(trap, is_other), reducer(), Step(optimizer)).register(ddp)
-    return optimizer
+    return with_update(*_stages(trap, is_other), reducer)(ddp)[0]
 
 
 def _zero(ddp: Any, trap: Trap, is_other: bool, **options: Any) -> Any:
-    zero = ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=True
-    )
-    chain(*_stages(trap, is_other), ZeroStep(zero, **options)).register(ddp)
-    return zero
+    return sharded(*_stages(trap, is_other), **options)(ddp)[0]
 
 
 def _local(ddp: Any, trap: Trap, is_other: bool, **options: Any) -> Any:
-    reducer = chain(*_stages(trap, is_other), AllReduce())
+    reducer = chain(*(make() for make in _stages(trap, is_other)), AllReduce())
     return LocalSGD(ddp, SGD(ddp.parameters()), period=2, start_step=START_STEP, reducer=reducer, **options)
 
 

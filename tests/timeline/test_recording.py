@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import traceback
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import UNKNOWN_BACKEND, on_ranks, run_ranks, wrap
+from harness import UNKNOWN_BACKEND, on_ranks, wrap
 from harness.models import BATCH_NORM, MLP
 from overlap import (
     AllReduce,
@@ -61,10 +59,11 @@ def _is_in_order(step: StepReport) -> None:
     assert step.exposed_ms + step.exposed_code_ms <= step.phase_ms("finalization") + step.phase_ms("buffers") + 1e-6
 
 
-# Recordings, all in one world --------------------------------------------------------------------------------
+# Recordings --------------------------------------------------------------------------------------------------
 
 
-def a_chain(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_chain(rank: int, world_size: int) -> None:
     ddp = make_model()
     optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
     registration = chain(AllReduce(), Step(optimizer)).register(ddp)
@@ -91,7 +90,8 @@ def a_chain(rank: int, world_size: int) -> None:
         assert all(bucket.update is not None and bucket.gather is None for bucket in step.buckets)
 
 
-def plain_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_plain_ddp(rank: int, world_size: int) -> None:
     """In every bit as without a recording: before, during and after."""
     recorded, reference = make_model(), make_model()
     optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9) for ddp in (recorded, reference)]
@@ -129,7 +129,8 @@ class _Slow(torch.optim.SGD):
         super().step()
 
 
-def reduce_update_and_gather(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reduce_update_and_gather(rank: int, world_size: int) -> None:
     ddp = make_model()
     zero = ZeroRedundancyOptimizer(ddp.parameters(), _Slow, lr=0.1)
     chain(ZeroStep(zero)).register(ddp)
@@ -154,7 +155,8 @@ class Busy(AllReduce):
         await super().__call__(bucket)
 
 
-def a_collective_that_completes_while_the_worker_is_busy(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_collective_that_completes_while_the_worker_is_busy(rank: int, world_size: int) -> None:
     ddp = make_model()
     chain(Busy()).register(ddp)
     with Timeline(ddp) as timeline:
@@ -165,7 +167,8 @@ def a_collective_that_completes_while_the_worker_is_busy(rank: int, world_size: 
     assert min(first.reduce.duration_ms for first in firsts if first.reduce is not None) < 40
 
 
-def gathers_in_the_next_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gathers_in_the_next_forward(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
     chain(ZeroStep(zero, gather="forward")).register(ddp)
@@ -191,7 +194,8 @@ def gathers_in_the_next_forward(rank: int, world_size: int) -> None:
         assert report.phase_ms("optimizer") < 50
 
 
-def boundaries_of_steps(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_boundaries_of_steps(rank: int, world_size: int) -> None:
     """An evaluation after the first step, two forwards in the second, the third under no_sync, no last backward."""
     ddp = wrap(BATCH_NORM.model(), **BATCH_NORM.ddp_options())
     run_backward(ddp, 0, rank)
@@ -213,7 +217,8 @@ def boundaries_of_steps(rank: int, world_size: int) -> None:
     assert steps[0].exposed_ms >= steps[0].phase_ms("buffers")
 
 
-def uneven_inputs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_uneven_inputs(rank: int, world_size: int) -> None:
     ddp = make_model()
     with Timeline(ddp) as timeline, Join([ddp]):
         for step in range(2 + 2 * rank):
@@ -231,7 +236,8 @@ class _Hides(nn.Module):
         return SimpleNamespace(output=self.inner(inputs))
 
 
-def an_output_that_hides_its_tensors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_output_that_hides_its_tensors(rank: int, world_size: int) -> None:
     """It loses only the start of backward, which begins with the first bucket."""
     ddp = wrap(_Hides(), **MLP.ddp_options())
     with Timeline(ddp) as timeline:
@@ -242,7 +248,8 @@ def an_output_that_hides_its_tensors(rank: int, world_size: int) -> None:
         assert own.in_phase("finalization")
 
 
-def a_compiled_module(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_compiled_module(rank: int, world_size: int) -> None:
     ddp = wrap(torch.compile(MLP.model(), backend="eager"), bucket_cap_mb=25)  # type: ignore[arg-type]
     with Timeline(ddp) as timeline:
         for step in range(3):
@@ -250,7 +257,8 @@ def a_compiled_module(rank: int, world_size: int) -> None:
     assert [phase.name for phase in timeline.steps[-1].phases] == ["forward", "loss", "backward", "finalization"]
 
 
-def labels_in_profiles(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_labels_in_profiles(rank: int, world_size: int) -> None:
     ddp = make_model()
     optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
     chain(AllReduce(), Step(optimizer)).register(ddp)
@@ -279,7 +287,8 @@ class Flaky(AllReduce):
             raise ValueError("the dog ate it")
 
 
-def a_stage_that_fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_stage_that_fails(rank: int, world_size: int) -> None:
     ddp = make_model()
     chain(Flaky()).register(ddp)
     with Timeline(ddp) as timeline:
@@ -292,7 +301,8 @@ def a_stage_that_fails(rank: int, world_size: int) -> None:
     assert len(timeline.steps) == 5
 
 
-def a_block_that_fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_block_that_fails(rank: int, world_size: int) -> None:
     for is_plain in (True, False):
         ddp = make_model()
         registration = None if is_plain else chain(AllReduce()).register(ddp)
@@ -304,7 +314,8 @@ def a_block_that_fails(rank: int, world_size: int) -> None:
         run_backward(ddp, 6, rank)
 
 
-def misuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_misuse(rank: int, world_size: int) -> None:
     ddp = make_model()
     timeline = Timeline(ddp)
     with pytest.raises(TrainingLoopError, match="when its `with` block is over"):
@@ -328,44 +339,6 @@ def _foreign_hook(state, bucket):  # type: ignore[no-untyped-def]
 
 
 _foreign_hook.__annotations__.clear()
-
-SCENARIOS: tuple[Callable[[int, int], None], ...] = (
-    a_chain,
-    plain_ddp,
-    reduce_update_and_gather,
-    a_collective_that_completes_while_the_worker_is_busy,
-    gathers_in_the_next_forward,
-    boundaries_of_steps,
-    uneven_inputs,
-    an_output_that_hides_its_tensors,
-    a_compiled_module,
-    labels_in_profiles,
-    a_stage_that_fails,
-    a_block_that_fails,
-    misuse,
-)
-
-
-def _all(rank: int, world_size: int) -> dict[str, str]:
-    errors = {}
-    for scenario in SCENARIOS:
-        try:
-            scenario(rank, world_size)
-        except BaseException:
-            errors[scenario.__name__] = traceback.format_exc()
-    return errors
-
-
-@pytest.fixture(scope="module")
-def errors() -> list[dict[str, str]]:
-    """By rank, the scenarios that failed."""
-    return run_ranks(_all, 2)
-
-
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_recorded(scenario: str, errors: list[dict[str, str]]) -> None:
-    for rank, failed in enumerate(errors):
-        assert scenario not in failed, f"rank {rank}: {failed[scenario]}"
 
 
 @on_ranks(2, backend=UNKNOWN_BACKEND)

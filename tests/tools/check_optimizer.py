@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from harness import assert_parity
 from overlap.optim.stepper import SubsetStepper
-
-__all__ = ["check"]
 
 STEPS = 12
 # Gradients of very different sizes, for estimates that settle, and steps in which some parameters have none.
@@ -150,8 +148,10 @@ def _compare(
                 "state": [_of_piece(history, place, pieces, places) for place in kept],
             }
             found = _snapshot(optimizer, [_flat(leaves)[place] for place in kept])
-            if (what := _difference("", found, expected)) is not None:
-                return f"{what} differs after step {number + 1}"
+            try:
+                assert_parity(found, expected, what="a step in parts")
+            except AssertionError as error:
+                return f"it differs after step {number + 1}: {error}"
     return ""
 
 
@@ -179,22 +179,3 @@ def _snapshot(optimizer: Optimizer, parameters: Sequence[Tensor]) -> dict[str, A
         ],
         "attribute": {k: v for k, v in vars(optimizer).items() if isinstance(v, plain) and k != "_opt_called"},
     }
-
-
-def _difference(where: str, one: Any, other: Any) -> str | None:
-    """The name of the first value that is not the same bit for bit."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return None if one.dtype == other.dtype and torch.equal(one, other) else where
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        keys = [key for key in {**one, **other} if (key in one) != (key in other)]
-        pairs = [(str(key), one[key], other[key]) for key in one if key in other]
-        return f"{where} {keys[0]!r}".strip() if keys else _first(where, pairs)
-    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
-        pairs = [(str(place), *pair) for place, pair in enumerate(zip(one, other, strict=False))]
-        return where if len(one) != len(other) else _first(where, pairs)
-    return None if type(one) is type(other) and (one == other or one != one) else where
-
-
-def _first(where: str, pairs: Sequence[tuple[str, Any, Any]]) -> str | None:
-    found = (_difference(f"{where} {name}".strip(), one, other) for name, one, other in pairs)
-    return next((what for what in found if what is not None), None)
