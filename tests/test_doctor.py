@@ -47,7 +47,7 @@ def test_an_old_torch_and_one_queue_are_problems(quick: pytest.MonkeyPatch, caps
     quick.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
-    assert "PROBLEM: torch 2.9.1+cu128 is too old: install 2." in shown
+    assert "PROBLEM: torch 2.9.1+cu128 is too old: install 2.13 or later" in shown
     assert "PROBLEM: CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue" in shown
 
 
