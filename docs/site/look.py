@@ -23,7 +23,7 @@ from typing import Any
 
 WIDTHS = (1440, 390)
 SCHEMES = ("light", "dark")
-PICTURED = ("index.html", "guides/slow-link.html", "guides/how-it-works.html", "api/names.html", "reports/loops.html")
+PICTURED = ("index.html", "choose.html", "limits.html", "api/chains.html", "reports/loops.html")
 
 WRONG = """(async () => {
   const wrong = [];
