@@ -8,7 +8,7 @@ would keep a script that has failed from ending. So threads are daemons, and whe
 interpreter still works, they are asked to stop and waited for: the work in flight is finished, since other ranks may be
 waiting for it. What does not end by itself is abandoned.
 
-A thread that has done its work is waited for, too, until it is gone: last of all it drops its target's references. To drop
+A thread that has done its work is waited for, too, until it is gone: last of all it drops its references. To drop
 a work of a collective, PyTorch gives the interpreter's lock away and takes it back, which is such a return from C++.
 """
 

@@ -244,7 +244,7 @@ def _torchvision_operators() -> torch.library.Library:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One of the trainings, on one rank."""
 
     name: str
@@ -283,7 +283,7 @@ def _steps_per_epoch(options: argparse.Namespace) -> int:
     return int(options.images) // (_BATCH_SIZE * dist.get_world_size())
 
 
-def start_runs(options: argparse.Namespace, device: torch.device) -> list[Run]:
+def start_runs(options: argparse.Namespace, device: torch.device) -> list[TrainingRun]:
     """The plain and the overlapped run, and with a link a compressed one, from the same weights."""
     torch.manual_seed(options.seed)
     # Convolutions that add in another order each time would differ between two plain runs, too.
@@ -292,7 +292,7 @@ def start_runs(options: argparse.Namespace, device: torch.device) -> list[Run]:
     model = load_torchvision().models.resnet18(num_classes=10).to(device)
     make, arguments = _OPTIMIZERS[options.optimizer]
 
-    def start(name: str, kind: str | None) -> Run:
+    def start(name: str, kind: str | None) -> TrainingRun:
         ddp = DistributedDataParallel(copy.deepcopy(model), device_ids=[device] if device.type == "cuda" else None)
         optimizer, description = make(ddp.parameters(), **arguments), "DDP, then the optimizer's step"
         if kind is not None:
@@ -306,7 +306,7 @@ def start_runs(options: argparse.Namespace, device: torch.device) -> list[Run]:
             description = repr(stages)
         steps = options.epochs * _steps_per_epoch(options)
         schedule = OneCycleLR(optimizer, max_lr=arguments["lr"], total_steps=steps + 1, cycle_momentum=False)
-        return Run(name, description, ddp, optimizer, schedule)
+        return TrainingRun(name, description, ddp, optimizer, schedule)
 
     kinds = {"plain DDP": None, "overlapped": options.chain}
     if "link" in options and options.chain in _EXACT:
@@ -359,7 +359,7 @@ def train_and_compare(options: argparse.Namespace, device: torch.device) -> dict
     }
 
 
-def accuracy(run: Run, digits: Digits) -> float:
+def accuracy(run: TrainingRun, digits: Digits) -> float:
     """The share of the test split that this rank's model gets right."""
     model = run.ddp.module.eval()
     with torch.no_grad():
@@ -370,7 +370,7 @@ def accuracy(run: Run, digits: Digits) -> float:
     return right / len(digits.test_labels)
 
 
-def _mean_losses(run: Run) -> list[float]:
+def _mean_losses(run: TrainingRun) -> list[float]:
     """The loss of every step, over all ranks: one all-reduce for all of them, after the training."""
     losses = torch.stack(run.losses)
     dist.all_reduce(losses)
@@ -380,7 +380,7 @@ def _mean_losses(run: Run) -> list[float]:
 # The comparison ------------------------------------------------------------------------------------------------
 
 
-def _compare(first: Run, second: Run) -> dict[str, float]:
+def _compare(first: TrainingRun, second: TrainingRun) -> dict[str, float]:
     """Largest absolute differences, over all ranks."""
     differences = {
         "parameters": largest_difference(dict(first.ddp.named_parameters()), dict(second.ddp.named_parameters())),
@@ -393,7 +393,7 @@ def _compare(first: Run, second: Run) -> dict[str, float]:
     return dict(zip(differences, largest.tolist(), strict=True))
 
 
-def _optimizer_state(run: Run) -> dict[str, Any]:
+def _optimizer_state(run: TrainingRun) -> dict[str, Any]:
     if isinstance(run.optimizer, ZeroRedundancyOptimizer):
         run.optimizer.consolidate_state_dict(to=None)  # As the plain optimizer has it, on every rank.
     state = run.optimizer.state_dict()["state"]

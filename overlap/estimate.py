@@ -18,7 +18,7 @@ better than it is.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -114,20 +114,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind, default = (float, argparse.SUPPRESS) if one.default is None else (type(one.default), one.default)
         name = f"--{one.name.replace('_', '-')}"
         parser.add_argument(name, type=kind, default=default, help=one.metadata["help"])
-    parser.add_argument(
-        "--grid", action="store_true", default=argparse.SUPPRESS, help="the table of the documentation, in Markdown"
-    )
     parser.epilog = "Launches and latencies are left out. Agrees with docs/benchmarks.md within a quarter."
 
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints a row for each chain."""
-    given = {name: value for name, value in vars(options).items() if name != "grid"}
+    given = vars(options)
     if bad := [name for name, value in given.items() if value <= 0]:
         raise ConfigurationError(f"--{bad[0].replace('_', '-')} must be more than 0")
-    if "grid" in options:
-        print("\n".join(grid()))
-        return 0
     job = Job(**given)
     plain = step_ms(job, CHAINS[0])
     print(f"{'chain':48}{'ms a step':>10}{'as fast':>9}")
@@ -135,29 +129,3 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         ms = step_ms(job, chain)
         print(f"{chain.name:48}{ms:10.1f}{plain / ms:8.2f}x")
     return 0
-
-
-_LINKS = {
-    "1 Gbit/s": (1.0, 4, 8),
-    "10 Gbit/s": (10.0, 4, 8),
-    "25 Gbit/s": (25.0, 4, 8),
-    "100 Gbit/s": (100.0, 4, 8),
-    "one machine, PCIe": (100.0, 8, 1),
-    "one machine, NVLink": (2960.0, 8, 1),
-}
-_MICROBATCHES = (1, 8)
-_LEFT_OUT = ("DDP", "Quantize(Int8()), ZeroStep(gather='forward')")
-
-
-def grid() -> Iterator[str]:
-    """How many times as fast as DDP: by link and by tokens a rank and synchronization. The size of the model cancels:
-    computing, sending and updating all grow with it."""
-    chains = [chain for chain in CHAINS if chain.name not in _LEFT_OUT]
-    yield f"| link of a machine | tokens | {' | '.join(f'`{chain.name}`' for chain in chains)} |"
-    yield f"| --- | ---: |{' ---: |' * len(chains)}"
-    for link, (gbit, machines, ranks) in _LINKS.items():
-        for microbatches in _MICROBATCHES:
-            job = Job(link_gbit=gbit, machines=machines, ranks_a_machine=ranks, microbatches=microbatches)
-            plain = step_ms(job, CHAINS[0])
-            cells = [f"{plain / step_ms(job, chain):.1f}" for chain in chains]
-            yield f"| {link} | {job.tokens * microbatches:,} | {' | '.join(cells)} |"

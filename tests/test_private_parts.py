@@ -70,7 +70,9 @@ def test_this_pytorch_has_all_of_it_and_one_that_lacks_some_is_refused_with_its_
     assert pinned is not None
     monkeypatch.delattr(torch.nn.parallel.DistributedDataParallel, "_sync_final_model")
     monkeypatch.delattr(torch, "_chunk_cat")
-    lacks = r"lacks what overlap uses of it: torch\._chunk_cat \(packing .*\), torch.*_sync_final_model \(the last"
+    lacks = (
+        r"lacks private names that overlap uses: torch\._chunk_cat \(packing .*\), torch.*_sync_final_model \(the last"
+    )
     with pytest.raises(ImportError, match=rf"{lacks}.*pip install torch=={re.escape(pinned[1])}$"):
         check_private_parts()
 

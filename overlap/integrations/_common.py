@@ -76,7 +76,7 @@ _EXAMPLES = {
 }
 
 
-class Run:
+class Attachment:
     """A recipe carried out: registered with ``model`` until :meth:`remove`.
 
     Args:
@@ -176,7 +176,7 @@ def _overlapped(optimizer: Optimizer) -> Optimizer:
 # A file for each rank in a framework's checkpoint, with the state of its stages.
 
 
-def save_files(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
+def save_files(folder: str | Path, rank: int, runs: Sequence[Attachment]) -> None:
     """Write this rank's file, if there is anything to write. Issues nothing: no rank waits for another.
 
     Raises:
@@ -190,7 +190,7 @@ def save_files(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
     torch.save(states, file)
 
 
-def load_files(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
+def load_files(folder: str | Path, rank: int, runs: Sequence[Attachment]) -> None:
     """Load this rank's file; if no rank has one, stages start without state.
 
     Raises:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, needs, save_files
+from overlap.integrations._common import Attachment, ChainFor, LocalSGDFor, Recipe, load_files, needs, save_files
 
 with needs("accelerate"):
     from accelerate import Accelerator, DistributedType
@@ -85,7 +85,7 @@ class Attached:
     def __init__(self, accelerator: Accelerator) -> None:
         _check_kind(accelerator)
         self._accelerator = accelerator
-        self._holders: dict[Run, list[Any]] = {}
+        self._holders: dict[Attachment, list[Any]] = {}
         self._folder = ""
         self._clip, self._load = accelerator.clip_grad_norm_, accelerator.load_state
         accelerator.clip_grad_norm_ = self._clip_grad_norm
@@ -103,21 +103,21 @@ class Attached:
         return attached
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Attachment]:
         """In the order of their models."""
         return list(self._holders)
 
     def carry_out(
         self, recipe: Recipe, model: nn.Module, accelerated: Sequence[Any], *, late: str = "", instead: str = ""
-    ) -> Run:
+    ) -> Attachment:
         """Register for a prepared model, whose ``accelerated`` optimizers then step the registered ones.
 
-        ``late`` and ``instead`` are those of :class:`Run`; a scaler's are known here.
+        ``late`` and ``instead`` are those of :class:`Attachment`; a scaler's are known here.
         """
         self.detach_freed(also=accelerated)
         if not late and self._accelerator.scaler is not None:
             late, instead = "mixed_precision='fp16' decides after backward whether to step", ", or 'bf16'"
-        run = Run(recipe, model, [unwrapped(one) for one in accelerated], late=late, instead=instead)
+        run = Attachment(recipe, model, [unwrapped(one) for one in accelerated], late=late, instead=instead)
         self._holders[run] = list(accelerated)
         for outer, inner in zip(accelerated, run.optimizers, strict=True):
             _put_in(outer, inner)
@@ -125,7 +125,7 @@ class Attached:
                 outer.step = _step_that_tells_of_skips(outer)
         return run
 
-    def detach(self, run: Run) -> None:
+    def detach(self, run: Attachment) -> None:
         """Undo :meth:`carry_out`."""
         holders = self._holders.pop(run)
         run.remove()

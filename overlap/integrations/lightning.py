@@ -12,7 +12,7 @@ from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.hooks import AllReduce, Stage
 from overlap.hooks import chain as chain_of
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, needs
+from overlap.integrations._common import Attachment, ChainFor, LocalSGDFor, Recipe, needs
 from overlap.optim import Step
 from overlap.resume.train_state import remembers
 
@@ -70,7 +70,7 @@ class OverlapStrategy(DDPStrategy):
             )
         super().__init__(**options)
         self._recipe = Recipe(chain, local_sgd)
-        self._run: Run | None = None
+        self._run: Attachment | None = None
         self._last: dict[str, Any] | None = None
         """This rank's state at the end of a fit, for a checkpoint after it."""
 
@@ -87,7 +87,7 @@ class OverlapStrategy(DDPStrategy):
         elif self._scaler is not None:
             late, instead = "precision='16-mixed' decides after backward whether to step", ", or 'bf16-mixed'"
         self._last = None
-        self._run = Run(self._recipe, self.model, self.optimizers, late=late, instead=instead)
+        self._run = Attachment(self._recipe, self.model, self.optimizers, late=late, instead=instead)
         self.optimizers = self._run.optimizers
         if self._run.has_updates:
             self.precision_plugin.clip_gradients = self._clip

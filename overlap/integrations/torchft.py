@@ -29,7 +29,7 @@ from overlap.hooks import PostLocal, Registration, Role, Stage
 from overlap.hooks import chain as chain_of
 from overlap.hooks.adapters import HookStage
 from overlap.hooks.stage import walk
-from overlap.integrations._common import ChainFor, Recipe, Run, needs
+from overlap.integrations._common import Attachment, ChainFor, Recipe, needs
 from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.resume import load_state_dict, state_dict
@@ -97,7 +97,7 @@ def prepare(
     )
     ddp.broadcast_buffers = False  # As in torchft's DDP, each replica has its own. The argument of this name warns.
     vars(ddp)["join_hook"] = _refuse_join
-    run = Run(Recipe(_checked(chain)), ddp, [optimizer], late=_COMMITS)
+    run = Attachment(Recipe(_checked(chain)), ddp, [optimizer], late=_COMMITS)
     assert run.registration is not None, "a chain was given"
     try:
         return ddp, ManagedOptimizer(manager, run, group, run.registration)
@@ -112,7 +112,7 @@ class ManagedOptimizer(OptimizerProxy):
     Call ``zero_grad()`` before each forward, and ``step()`` after each backward, also after one that has raised.
     """
 
-    def __init__(self, manager: Manager, run: Run, group: _Replicas, registration: Registration) -> None:
+    def __init__(self, manager: Manager, run: Attachment, group: _Replicas, registration: Registration) -> None:
         self.optimizer = run.optimizers[0]  # It runs the step hooks: step() is not patched.
         self._manager, self._run, self._group, self._registration = manager, run, group, registration
         self._is_between = False  # zero_grad() and step().

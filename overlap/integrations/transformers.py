@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap.integrations._common import ChainFor, LocalSGDFor, Recipe, Run, load_files, needs, save_files
+from overlap.integrations._common import Attachment, ChainFor, LocalSGDFor, Recipe, load_files, needs, save_files
 
 with needs("transformers"):
     from transformers import Trainer, TrainerCallback
@@ -45,7 +45,7 @@ class OverlapMixin:
         self, *args: Any, chain: ChainFor | None = None, local_sgd: LocalSGDFor | None = None, **kwargs: Any
     ) -> None:
         self.overlap_recipe = Recipe(chain, local_sgd)
-        self.overlap_run: Run | None = None
+        self.overlap_run: Attachment | None = None
         """The registered chain, during ``train()``."""
         self.overlap_resume: str | None = None
         """The checkpoint that ``train()`` resumes from, until it is loaded."""

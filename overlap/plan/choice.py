@@ -34,7 +34,7 @@ _MARGIN = 0.02
 # How often a candidate that is no faster may win so many rounds.
 _CHANCE = 1 / 32
 _HEADINGS = ("candidate", "update", "ms a step", "of plain DDP", "rounds", "result")
-_PROGRESS = "{desc}: {bar} {n:.0f} of {total:.0f} s{postfix}"
+_PROGRESS = "{desc}: {bar} {n:.0f} of {total:.0f} s"
 _plans: weakref.WeakKeyDictionary[DistributedDataParallel, Plan] = weakref.WeakKeyDictionary()
 
 
@@ -79,7 +79,7 @@ def auto(
             active where this is called, if one is.
         process_group: the ranks; the default group if ``None``.
         ddp_options: more arguments of ``DistributedDataParallel``, such as ``bucket_cap_mb``.
-        quiet: print nothing; else rank 0 also shows on stderr, meanwhile, which chain runs and how the last one went.
+        quiet: print nothing; else rank 0 also shows on stderr, meanwhile, which chain runs.
 
     Returns:
         The model in DDP and the optimizer for the loop. ``Plan.of(ddp)`` is the choice.

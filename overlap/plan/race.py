@@ -177,7 +177,7 @@ class Race:
     Communication: collectives on a group of the ranks of ``group``, which is gone when the block ends.
 
     Args:
-        progress: counts seconds, and shows the candidate that runs and how the one before it went.
+        progress: counts seconds, and shows the candidate that runs.
     """
 
     def __init__(
@@ -234,7 +234,6 @@ class Race:
         """
         self._show(PLAIN)
         start_s, plain = time.monotonic(), self._plain()
-        went = f"{plain.step_ms:.1f} ms a step"
         add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s), _first)
         last_ms = add_ms + FEWEST_ROUNDS * 2 * max(plain.step_ms, _SAMPLE_MS)
         self.samples[PLAIN].append(plain.step_ms)
@@ -249,23 +248,16 @@ class Race:
                 if is_short and not (is_last and one in self.ratios):
                     self.is_complete = False
                     break
-                self._show(one, went)
+                self._show(one)
                 self._compare(one, until_s=start_s + place * share_s, least=FEWEST_ROUNDS if is_last else 1)
-                went = (
-                    f"{statistics.median(self.ratios[one] or [math.nan]):.3f} of plain DDP"
-                    if one in self.ratios
-                    else ""
-                )
-                went = f"{one}: {'ruled out' if one in self.refused else went}"
             field = [one for one in field if one in self.ratios and one not in self.refused]
             if is_last:
                 return field[0] if field else None
             field = sorted(field, key=lambda one: statistics.median(self.ratios[one]))[: max(1, len(field) // 2)]
         return None
 
-    def _show(self, candidate: str, went: str = "") -> None:
-        self._progress.set_description_str(f"overlap.auto races {candidate}", refresh=False)
-        self._progress.set_postfix_str(went)
+    def _show(self, candidate: str) -> None:
+        self._progress.set_description_str(f"overlap.auto races {candidate}")
 
     def _plain(self) -> _Lane:
         lane = self._lanes.get(PLAIN) or self._add(PLAIN)

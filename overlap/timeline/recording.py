@@ -11,18 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from overlap._torch.autograd import after_backward, after_gradients, in_backward
-from overlap._torch.ddp import data_parallel_parameters
+from overlap._torch.ddp import data_parallel_parameters, tensors_in
 from overlap._torch.device import has_streams, recorded_event, synchronize
 from overlap._torch.optimizer import only_watches
 from overlap.errors import RegistrationError, TrainingLoopError
@@ -284,7 +283,7 @@ class Recorder:
 
     def _after_forward(self, ddp: Any, inputs: Any, output: Any) -> None:
         self._follow("forward", "loss")
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._on_output_gradient())
 
@@ -414,18 +413,6 @@ class Recorder:
         """From the step's start; a record without an end lasts until the end of the step."""
         since = self.clock.elapsed_ms
         return since(step.start, start), since(step.start, step.end if end is None else end)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        output = list(output.values())
-    elif is_dataclass(output):
-        output = [getattr(output, entry.name) for entry in fields(output)]
-    if isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
 
 
 def _roles_of(root: Stage) -> dict[str, Role]:

@@ -163,11 +163,6 @@ class StepReport:
         return length_ms(intersection(self.waits, self.communication))
 
     @property
-    def exposed_code_ms(self) -> float:
-        """How long the end of backward waited for code of stages (the last bucket's update) alone."""
-        return length_ms(without(self.waits, self.communication))
-
-    @property
     def overlap_fraction(self) -> float | None:
         """The share of communication that was hidden behind other work; ``None`` where there was none."""
         return 1 - self.exposed_ms / self.communication_ms if self.communication else None
