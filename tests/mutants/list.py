@@ -84,8 +84,8 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/test_torch_names.py -k equals",
     ),
     "the ranks of a machine are not summed first": Mutant(
-        "hooks/quantize.py",
-        "levels=self._memory.levels_of(group)",
+        "hooks/wires/feedback.py",
+        "levels=self._levels if is_own else None",
         "levels=None",
         "hooks/test_bytes_between_machines.py -k bytes_that_the_page_says",
     ),

@@ -67,7 +67,7 @@ from overlap._torch.foreach import add_all, all_finite, copy_all, norms
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.powersgd.memory import Memory, Side
-from overlap.hooks.wires import QuantizedSum, Wire
+from overlap.hooks.wires import Wire
 
 # On a CPU, copying larger matrices together takes longer than one more kernel.
 _CPU_BATCH_NUMEL = 16 * 1024
@@ -219,7 +219,7 @@ class PowerIteration:
             flat = await self._all_reduce(factors.flat, exact)
         else:
             await self._all_reduce(factors.flat[:0], exact)
-            flat = await self._sum_by(self.wire, factors.flat)
+            flat = await self._sum_by_wire(factors.flat)
         if scale < 1:
             factors.flat.div_(scale)
             flat = flat / scale
@@ -245,11 +245,10 @@ class PowerIteration:
         copy_all(exact, [part.view_as(gradient) for part, gradient in zip(parts, exact, strict=True)])
         return sent[:numel].to(self.dtype)
 
-    async def _sum_by(self, wire: Wire, flat: Tensor) -> Tensor:
-        """The mean of factors by messages of ``wire``, the same on every rank bit for bit."""
+    async def _sum_by_wire(self, flat: Tensor) -> Tensor:
+        """The mean of factors by messages of the wire, the same on every rank bit for bit."""
         bucket, group = self.bucket, self.bucket.group
-        generator, levels = self.memory.generator.of(group.rank(), flat.device), self.memory.levels_of(group)
-        quantized_sum = QuantizedSum(flat.numel(), wire=wire, generator=generator, group=group, levels=levels)
+        quantized_sum = self.memory.sum_of(flat.numel(), group, flat.device)
         values = flat.mul(1 / bucket.divisor).float()
         errors, mean = values.clone(), torch.empty_like(values)
         await quantized_sum(errors, out=mean)

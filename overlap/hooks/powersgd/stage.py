@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
-
-from torch import Tensor
 
 from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap._torch.foreach import all_finite
@@ -15,8 +13,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.reducers import AllReduce
-from overlap.hooks.stage import Stage, StageContext
-from overlap.hooks.wires import Wire
+from overlap.hooks.wires import StageWithMemory, Wire
 
 # Of the arguments of PyTorch's PowerSGDState, those that have another name here.
 _TORCH_NAMES = {
@@ -27,7 +24,7 @@ _TORCH_NAMES = {
 }
 
 
-class PowerSGD(Stage):
+class PowerSGD(StageWithMemory):
     """The mean of the gradients over ranks, approximately: sent as factors of low rank, 10 to 200 times smaller.
 
     Each gradient of two or more dimensions, as a matrix ``n x m``, becomes two factors ``n x rank`` and ``m x rank`` if
@@ -65,6 +62,8 @@ class PowerSGD(Stage):
     >>> PowerSGD(rank=4, start_step=1000)
     PowerSGD(rank=4, start_step=1000)
     """
+
+    _memory: Memory
 
     if not TYPE_CHECKING:  # Or any keyword would be known to type checkers.
 
@@ -112,23 +111,9 @@ class PowerSGD(Stage):
         self._layouts: dict[tuple[object, ...], ReductionLayout] = {}
         self._all_reduce = AllReduce()
 
-    def attach(self, context: StageContext) -> None:
-        self._memory.attach(context)
-
-    def detach(self) -> None:
-        self._memory.detach()
-
     def before_backward(self, *, is_replay: bool) -> None:
-        self._memory.begin()
+        super().before_backward(is_replay=is_replay)
         self._memory.counts["steps"] += 1
-        if self.wire is not None:
-            self._memory.find_levels()
-
-    def commit(self, *, others: Collection[str] = ()) -> None:
-        self._memory.commit(others)
-
-    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
-        self._memory.discard(found_inf, others)
 
     async def __call__(self, bucket: Bucket) -> None:
         # Also before compression begins, because parameters without names are numbered in the first pass.
@@ -185,22 +170,9 @@ class PowerSGD(Stage):
         """The ratio of elements before and after compression so far, and both numbers."""
         return self._memory.compression_stats()
 
-    def state_dict(self) -> dict[str, Any]:
-        """A snapshot of this rank's memory; each rank saves its own.
-
-        It holds only tensors and plain values, so ``torch.load(..., weights_only=True)`` loads it.
-        """
-        return self._memory.state_dict()
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a copy of a :meth:`state_dict` of this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: the state is another model's or another rank's; for another number of ranks, see
-                :meth:`redistribute`. If the stage is not yet registered, registering raises it.
-        """
         if state_dict:
-            self._memory.load_state_dict(state_dict)
+            super().load_state_dict(state_dict)
 
     redistribute = staticmethod(redistribute)
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from overlap._torch.device import has_streams, hold, storage_key
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
-from overlap.hooks.stage import StageContext
+from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.states import StatesOfRanks, copied
 from overlap.hooks.wires.codec import Wire
+from overlap.hooks.wires.exchange import QuantizedSum
 from overlap.ranks.machines import Levels, levels_of
 
 _Place = tuple[int, int]
@@ -88,7 +89,8 @@ class StageMemory:
     def __init__(self, owner: object, *, error_feedback: bool, wire: Wire | None) -> None:
         self.has_feedback = error_feedback
         self.generator = RoundingGenerator(wire)
-        self._owner = owner
+        self._owner, self._wire = owner, wire
+        self._sums: dict[tuple[dist.ProcessGroup, int], QuantizedSum] = {}
         # By kind and name, as the last step has left them; and what passes since have put in their place.
         self._committed: dict[tuple[str, str], Tensor] = {}
         self._tentative: dict[tuple[str, str], Tensor | None] = {}
@@ -102,8 +104,10 @@ class StageMemory:
     # A pass.
 
     def begin(self) -> None:
-        """A pass begins."""
+        """A pass begins, in which ranks have the same stages, so that they can make the groups of several machines."""
         self.generator.begin()
+        if self._wire is not None and self._context is not None:
+            self._levels = levels_of(self._context.group, self._context.device)
 
     def get(self, name: str, kind: str = "error") -> Tensor | None:
         """The value of a parameter that the last pass has left, not to be changed in place; ``None`` if there is none.
@@ -196,14 +200,20 @@ class StageMemory:
 
     # Where it serves.
 
-    def find_levels(self) -> None:
-        """Make the groups of a job on several machines; called before a pass, when ranks have the same stages."""
-        if self._context is not None:
-            self._levels = levels_of(self._context.group, self._context.device)
-
-    def levels_of(self, group: dist.ProcessGroup) -> Levels | None:
-        """The levels of the model's own group; ``None`` for another one."""
-        return self._levels if self._context is not None and group is self._context.group else None
+    def sum_of(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> QuantizedSum:
+        """The sum of ``numel`` values over ``group`` by the wire, made once for all values of a number. The levels are
+        those of the model's own group."""
+        if (made := self._sums.get((group, numel))) is None:
+            assert self._wire is not None, "values are sent by a wire"
+            is_own = self._context is not None and group is self._context.group
+            made = self._sums[group, numel] = QuantizedSum(
+                numel,
+                wire=self._wire,
+                generator=self.generator.of(group.rank(), device),
+                group=group,
+                levels=self._levels if is_own else None,
+            )
+        return made
 
     @property
     def place(self) -> _Place | None:
@@ -232,6 +242,7 @@ class StageMemory:
         if self._committed or self.generator.state() is not None:
             self._saved_by = self.place
         self._context = None
+        self._sums.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot: ``error`` by parameter name and the rounding's ``generator``, where there are such, with the
@@ -266,6 +277,7 @@ class StageMemory:
         self._committed = {("error", name): error.clone() for name, error in errors.items()}
         self._tentative = {}
         self.generator.load(state_dict.get("generator"))
+        self._sums.clear()
 
     def _check(self, context: StageContext, saved_by: _Place | None, errors: Mapping[str, Tensor]) -> None:
         """Raises: ConfigurationError: the state is another rank's, or another model's."""
@@ -287,6 +299,40 @@ class StageMemory:
             )
         for name, error in errors.items():
             check_shape(name, error, parameters[name])
+
+
+class StageWithMemory(Stage):
+    """A stage that remembers errors: its memory follows the step. See [Note: memory and the step]."""
+
+    _memory: StageMemory
+
+    def attach(self, context: StageContext) -> None:
+        self._memory.attach(context)
+
+    def detach(self) -> None:
+        self._memory.detach()
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self._memory.begin()
+
+    def commit(self, *, others: Collection[str] = ()) -> None:
+        self._memory.commit(others)
+
+    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
+        self._memory.discard(found_inf, others)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of this rank's memory, of tensors and plain values; each rank saves its own."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank, before or after registering; for another number of ranks,
+        see :meth:`redistribute`.
+
+        Raises:
+            ConfigurationError: the state does not fit this stage, model or rank; also raised when registering.
+        """
+        self._memory.load_state_dict(state_dict)
 
 
 def _as_wholes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
