@@ -80,7 +80,7 @@ class Quantize(StageWithMemory):
         if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
             # What rounding the mean loses is not delivered either; each rank keeps its part of it.
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
-        self._memory.put_errors(own.names, own.gradients)
+        self._memory.put(own.names, own.gradients)
         self._memory.note_finite(all_finite(bucket.buffer))
 
     redistribute = staticmethod(redistribute)

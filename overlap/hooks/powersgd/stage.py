@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap._torch.foreach import all_finite
-from overlap.errors import ArgumentTypeError, ConfigurationError
+from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.reducers import AllReduce
 from overlap.hooks.wires import StageWithMemory, Wire
-
-# Of the arguments of PyTorch's PowerSGDState, those that have another name here.
-_TORCH_NAMES = {
-    "matrix_approximation_rank": "rank",
-    "start_powerSGD_iter": "start_step",
-    "use_error_feedback": "error_feedback",
-    "random_seed": "seed",
-}
 
 
 class PowerSGD(StageWithMemory):
@@ -33,6 +25,7 @@ class PowerSGD(StageWithMemory):
 
     Memory is kept by parameter name, so nothing depends on how DDP cuts its buckets, and compression can begin at once.
     A gradient with a non-finite element comes out as NaN on every rank, and its pass leaves the memory as it was.
+    :class:`PowerSGDState` has the options that PyTorch has, under its names.
 
     Args:
         rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. For another rank of some
@@ -64,16 +57,6 @@ class PowerSGD(StageWithMemory):
     """
 
     _memory: Memory
-
-    if not TYPE_CHECKING:  # Or any keyword would be known to type checkers.
-
-        def __new__(cls, *_: Any, **options: Any) -> Self:
-            for name, value in options.items():
-                if (ours := _TORCH_NAMES.get(name)) is not None:
-                    raise ArgumentTypeError(
-                        f"PowerSGD has no {name}, which is PowerSGDState's: PowerSGD({ours}={value!r})"
-                    )
-            return super().__new__(cls)
 
     def __init__(
         self,
@@ -133,8 +116,9 @@ class PowerSGD(StageWithMemory):
     async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
         """Reduce the bucket; returns how many elements were sent."""
         layout = self._layout_of(bucket, keys)
-        for place in layout.exact:
-            self._memory.release(keys[place], bucket.gradients[place])
+        self._memory.release(
+            [keys[place] for place in layout.exact], [bucket.gradients[place] for place in layout.exact]
+        )
         if not layout.batches:
             await self._all_reduce(bucket)
             self._memory.note_finite(all_finite(bucket.buffer))

@@ -78,12 +78,7 @@ class StageMemory:
     """Errors and random numbers of one user of a wire, on its rank; it may be loaded before its stage is registered.
 
     Values are kept by parameter name, so that they stay valid when DDP rebuilds its buckets. See [Note: memory and the
-    step].
-
-    Args:
-        owner: named in messages.
-        error_feedback: whether to add a step's errors to the next step's values.
-        wire: how values are sent.
+    step]. Messages name ``owner``.
     """
 
     def __init__(self, owner: object, *, error_feedback: bool, wire: Wire | None) -> None:
@@ -117,12 +112,17 @@ class StageMemory:
         key = (kind, name)
         return self._tentative[key] if key in self._tentative else self._committed.get(key)
 
-    def put(self, name: str, value: Tensor | None, kind: str = "error") -> None:
-        """Put a new value; ``None``: none is left."""
-        if value is None and (kind, name) not in self._committed:
-            self._tentative.pop((kind, name), None)
-        else:
-            self._tentative[kind, name] = value
+    def put(self, names: Sequence[str], values: Sequence[Tensor], kind: str = "error") -> None:
+        """Put new values."""
+        self._tentative.update({(kind, name): value for name, value in zip(names, values, strict=True)})
+
+    def drop(self, names: Sequence[str], kind: str = "error") -> None:
+        """Leave no values of these names."""
+        for name in names:
+            if (kind, name) in self._committed:
+                self._tentative[kind, name] = None
+            else:
+                self._tentative.pop((kind, name), None)
 
     def values(self, kind: str = "error") -> dict[str, Tensor]:
         """Those to be saved, by name: as the last step has left them, or where the chain does not learn of steps, the
@@ -138,15 +138,12 @@ class StageMemory:
         """
         changed, errors = [], []
         for name, value in zip(names, values, strict=True):
-            if (error := self.get(name)) is not None:
+            key = ("error", name)
+            if (error := self._tentative[key] if key in self._tentative else self._committed.get(key)) is not None:
                 check_shape(name, error, value)
                 changed.append(value)
                 errors.append(hold(error.to(value.device)))
         add_all(changed, errors)
-
-    def put_errors(self, names: Sequence[str], errors: Sequence[Tensor]) -> None:
-        """Put new errors."""
-        self._tentative.update({("error", name): error for name, error in zip(names, errors, strict=True)})
 
     def note_finite(self, are_finite: Tensor) -> None:
         """Results of this pass, the same on all ranks, are finite or not: bools."""
@@ -342,8 +339,8 @@ def _as_wholes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
     for new, old in pairs:
         if (new.storage_offset(), new.stride(), new.dtype) != (old.storage_offset(), old.stride(), old.dtype):
             return list(pairs)
-        whole = tuple(one if one._base is None else one._base for one in (new, old))
-        wholes[storage_key(new), storage_key(old)] = whole  # type: ignore[assignment]
+        whole = new if new._base is None else new._base, old if old._base is None else old._base
+        wholes[storage_key(new), storage_key(old)] = whole
     is_unique = len({new for new, _ in wholes}) == len(wholes)
     return list(wholes.values() if is_unique and all(new.shape == old.shape for new, old in wholes.values()) else pairs)
 
