@@ -122,8 +122,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the norm is summed in the optimizer's order": Mutant(
         "hooks/transforms/clip.py",
-        "return sorted(parameters, key=lambda parameter: places.get(parameter, len(places)))",
-        "return list(parameters)",
+        "return [one for one in known if one in given] + [one for one in given if one not in known]",
+        "return list(given)",
         "optim/test_clipping.py -k models_order",
     ),
     # Wires.
