@@ -28,11 +28,16 @@ _CAPS_MB = {4: 0.4, 10: 0.1}
 # operations of streams: a record and a wait behind the bucket's gradients.
 MOST_ON_STREAMS = {
     "AllReduce": (14, 14, 2),
-    "DivideByCount, AllReduce": (21, 28, 2),
+    "DivideByCount, AllReduce": (16, 22, 2),
     "Cast(bfloat16)": (18, 20, 2),
-    "AllReduce, Step": (21, 92, 2),
-    "AllReduce, Step, deferred": (16, 74, 2),
+    "AllReduce, Step": (21, 85, 2),
+    "AllReduce, Step, deferred": (16, 73, 2),
+    "AllReduce, ClipGradNorm, Step": (33, 97, 2),
+    "AllReduce, SkipNonFinite, Step": (55, 117, 2),
     "ZeroStep, 8 ranks": (73, 199, 2),
+    "PowerSGD(rank=4)": (227, 247, 13),
+    "Quantize(Int8()), 8 ranks": (83, 113, 2),
+    "Quantize(Int4()), feedback": (139, 226, 11),
 }
 
 

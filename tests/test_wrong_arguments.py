@@ -34,6 +34,7 @@ from overlap import (
     ReduceScatter,
     RegistrationError,
     SkipNonFinite,
+    Stage,
     Step,
     ZeroRedundancyOptimizer,
     ZeroStep,
@@ -151,11 +152,11 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
         r"takes an OptimizerHookState, got SGD: hook_then_optimizer\(hook, OptimizerHookState\(optimizer\)\)",
     ),
     "OptimizerHookState, a module": (lambda of: OptimizerHookState(of.model), r"torch\.optim\.Optimizer, got"),
-    "as_hook, a hook": (lambda of: as_hook(allreduce_hook), "is a hook already"),
-    "PowerSGD, an argument of PowerSGDState": (
-        lambda of: PowerSGD(matrix_approximation_rank=4),  # type: ignore[call-arg]
-        r"PowerSGDState's: PowerSGD\(rank=4\)",
+    "chain, a stage without code": (
+        lambda of: chain(type("Empty", (Stage,), {})()),
+        r"Empty\(\) does nothing: give its class an async __call__",
     ),
+    "as_hook, a hook": (lambda of: as_hook(allreduce_hook), "is a hook already"),
     "PowerSGDState, a model": (lambda of: PowerSGDState(of.ddp), "process_group is a process group .*got Distributed"),
     "sharded, a group without this rank": (
         lambda of: ZeroRedundancyOptimizer(

@@ -55,6 +55,8 @@ def as_stage(hook: Callable[..., Any] | Stage, state: Any = None) -> Stage:
     if isinstance(hook, Stage) or _takes_a_bucket(hook):
         if state is not None:
             raise ConfigurationError(f"a stage keeps its own state, but {told(state)} was given for {shown(hook)}")
+        if isinstance(hook, Stage) and (type(hook).__call__, type(hook).plan) == (Stage.__call__, Stage.plan):
+            raise ConfigurationError(f"{shown(hook)} does nothing: give its class an async __call__(self, bucket)")
         return hook if isinstance(hook, Stage) else _FunctionStage(hook)
     if (remedy := _instead_of(hook)) is not None:
         raise ConfigurationError(f"{shown(hook)} is not a stage: {remedy}")

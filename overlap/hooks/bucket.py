@@ -61,9 +61,7 @@ class Bucket:
     fqns: tuple[str, ...] | None = None
     """Returned by ``names``; ``None`` where they are not known."""
     views: tuple[BucketView, ...] | None = None
-    """Where the buffer is not DDP's: ``layout``, if it is not that of ``like``."""
-    like: Bucket | None = None
-    """The bucket in place of whose buffer this one has another."""
+    """Where the buffer is not DDP's: ``layout``."""
 
     @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
@@ -79,8 +77,6 @@ class Bucket:
         have a last dimension of 2, as in DDP's buffer."""
         if self.views is not None:
             return self.views
-        if self.like is not None:
-            return self.like.layout
         start = int(self.buffer.storage_offset())
         real = (torch.view_as_real(view) if view.is_complex() else view for view in self.gradients)
         return tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in real)
@@ -104,7 +100,7 @@ class Bucket:
 
         Its ``gradients`` are real; those of complex parameters have a last dimension of 2, as in DDP's buffer.
         """
-        return replace(self, buffer=buffer, raw=None, like=None if self.views is not None else self.like or self)
+        return replace(self, buffer=buffer, raw=None, views=self.layout)
 
     def with_mean(self) -> Bucket:
         """The same bucket when a reducer has made the mean of it."""

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap._checks import check_flag, check_whole_number, told
@@ -16,11 +11,11 @@ from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_gather
 from overlap.hooks.segments import ALIGNMENT
-from overlap.hooks.stage import Stage, StageContext
-from overlap.hooks.wires import Int8, QuantizedSum, StageMemory, Wire, redistribute
+from overlap.hooks.stage import Stage
+from overlap.hooks.wires import Int8, StageMemory, StageWithMemory, Wire, redistribute
 
 
-class Quantize(Stage):
+class Quantize(StageWithMemory):
     """The mean of the gradients over ranks, sent in fewer bytes; in integers of 4 bits, 0.127 of an fp32 all-reduce.
 
     A rank sends each other rank that rank's part, encoded, sums in fp32 the messages for its own part, and the encoded
@@ -60,31 +55,14 @@ class Quantize(Stage):
         self.wire = Int8() if wire is None else wire
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self._memory = StageMemory(self, error_feedback=error_feedback, wire=self.wire)
-        self._exchanges: dict[tuple[dist.ProcessGroup, int], QuantizedSum] = {}
-
-    def attach(self, context: StageContext) -> None:
-        self._memory.attach(context)
-
-    def detach(self) -> None:
-        self._memory.detach()
-        self._exchanges.clear()
-
-    def before_backward(self, *, is_replay: bool) -> None:
-        self._memory.begin()
-        self._memory.find_levels()
-
-    def commit(self, *, others: Collection[str] = ()) -> None:
-        self._memory.commit(others)
-
-    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
-        self._memory.discard(found_inf, others)
 
     async def __call__(self, bucket: Bucket) -> None:
         if not bucket.buffer.is_floating_point():
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; use AllReduce()")
         if bucket.buffer.numel() == 0:
             return
-        numel, scale, exchange = bucket.buffer.numel(), 1 / bucket.divisor, self._exchange_of(bucket)
+        numel, scale = bucket.buffer.numel(), 1 / bucket.divisor
+        exchange = self._memory.sum_of(numel, bucket.group, bucket.buffer.device)
         # As in DDP, each rank divides before the sum.
         if not self.error_feedback:
             values = bucket.buffer.float().mul_(scale)
@@ -102,33 +80,8 @@ class Quantize(Stage):
         if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
             # What rounding the mean loses is not delivered either; each rank keeps its part of it.
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
-        self._memory.put_errors(own.names, own.gradients)
+        self._memory.put(own.names, own.gradients)
         self._memory.note_finite(all_finite(bucket.buffer))
-
-    def _exchange_of(self, bucket: Bucket) -> QuantizedSum:
-        """Made once for all buckets of a size."""
-        group, numel = bucket.group, bucket.buffer.numel()
-        if (exchange := self._exchanges.get((group, numel))) is None:
-            generator = self._memory.generator.of(group.rank(), bucket.buffer.device)
-            exchange = self._exchanges[group, numel] = QuantizedSum(
-                numel, wire=self.wire, generator=generator, group=group, levels=self._memory.levels_of(group)
-            )
-        return exchange
-
-    def state_dict(self) -> dict[str, Any]:
-        """A snapshot of this rank's state, empty before the first pass: ``error`` by parameter's name, the rounding's
-        ``generator``, and the ``rank`` and number of ``ranks`` that it belongs to."""
-        return self._memory.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering; for another number of ranks,
-        see :meth:`redistribute`.
-
-        Raises:
-            ConfigurationError: ``state_dict`` does not fit this stage, model or rank; also raised when registering.
-        """
-        self._memory.load_state_dict(state_dict)
-        self._exchanges.clear()
 
     redistribute = staticmethod(redistribute)
 
@@ -146,7 +99,7 @@ class GatherQuantized(Stage):
         chunk: how many values share a scale; the whole bucket where ``None``.
 
     Communication: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
-    ``bucket.buffer``.
+    ``bucket.buffer``. Memory: the buckets of all ranks in fp32, which are decoded together.
 
     >>> chain(GatherQuantized(512)).register(ddp)
     <chain(GatherQuantized(512)) registered>
@@ -176,13 +129,11 @@ class GatherQuantized(Stage):
         message = pad(message, (0, -message.numel() % ALIGNMENT))
         gathered = torch.empty(ranks, message.numel(), dtype=torch.uint8, device=buffer.device)
         await all_gather(gathered.view(-1), message, group=bucket.group)
-        total = torch.zeros_like(values)
-        for sent in gathered:
-            parameters, integers, _ = sent.tensor_split((8 * len(values), 8 * len(values) + values.numel()))
-            scale, zero_point = parameters.view(torch.float32).view(-1, 2).split(1, dim=-1)
-            # Divided before the sum, so that a sum of large values does not overflow.
-            total.add_((integers.view_as(values) - zero_point).mul_(scale), alpha=1 / bucket.divisor)
-        buffer.copy_(total.view(-1)[:numel])
+        parameters, integers, _ = gathered.tensor_split((8 * len(values), 8 * len(values) + values.numel()), dim=1)
+        scales, zero_points = parameters.view(torch.float32).view(ranks, -1, 2).split(1, dim=-1)
+        # Divided before the sum, so that a sum of large values does not overflow.
+        decoded = (integers.view(ranks, *values.shape) - zero_points).mul_(scales).mul_(1 / bucket.divisor)
+        buffer.copy_(decoded.sum(dim=0).view(-1)[:numel])
 
     def __repr__(self) -> str:
         return f"GatherQuantized({self.chunk})"

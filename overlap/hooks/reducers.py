@@ -31,17 +31,10 @@ class AllReduce(Stage):
     AllReduce()
     """
 
-    async def __call__(self, bucket: Bucket) -> None:
-        if bucket.divisor != 1:
-            bucket.buffer.mul_(1 / bucket.divisor)
-        await all_reduce(bucket.buffer, group=bucket.group)
-
-    def plan(self, bucket: Bucket) -> Plan | None:
-        scale_, factor, reduction = (
-            bucket.buffer.mul_,
-            1 / bucket.divisor,
-            all_reduce(bucket.buffer, group=bucket.group),
-        )
+    def plan(self, bucket: Bucket) -> Plan:
+        # NCCL's average divides the sum, which rounds otherwise than DDP, and overflows in half precision.
+        scale_, factor = bucket.buffer.mul_, 1 / bucket.divisor
+        reduction = all_reduce(bucket.buffer, group=bucket.group)
 
         def launch() -> Operation:
             scale_(factor)

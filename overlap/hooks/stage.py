@@ -107,7 +107,7 @@ class NotAHookError(RegistrationError, AttributeError):
     """A stage is used as a communication hook; to code that only asks whether it has a name, it has none."""
 
 
-class Stage(ABC):
+class Stage:
     """One step of a bucket's processing: straight-line code that changes the bucket in place and awaits collectives.
 
     A stage is called for every bucket of every backward pass, in the order of the buckets, also on a rank that has run
@@ -126,9 +126,9 @@ class Stage(ABC):
 
     role: Role = Role.REDUCER
 
-    @abstractmethod
     async def __call__(self, bucket: Bucket) -> None:
-        """Change ``bucket.buffer`` or the bucket's parameters in place."""
+        """Change ``bucket.buffer`` or the bucket's parameters in place; here by :meth:`plan`."""
+        await follow(self.plan(bucket) or ())
 
     def plan(self, bucket: Bucket) -> Plan | None:
         """What the stage does with ``bucket`` in every pass, as functions without arguments; ``None``, the default: it
@@ -143,8 +143,8 @@ class Stage(ABC):
 
         Called on the training thread, while the stages' own thread, where there is one, runs earlier buckets: it
         computes nothing, and changes nothing that they use. A plan runs in passes of a registered chain after the
-        first; ``__call__`` in the others, so both must issue the same collectives: see docs/transforms.md. A subclass
-        that overrides ``__call__`` alone runs as a coroutine.
+        first; ``__call__`` in the others, which runs the plan unless it is overridden: then both must issue the same
+        collectives. See docs/transforms.md. A subclass that overrides ``__call__`` alone runs as a coroutine.
         """
         return None
 
@@ -159,30 +159,30 @@ class Stage(ABC):
 
     # Called by the engine. The defaults fit most stages.
 
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:  # noqa: B027
+    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         """Called before :meth:`attach`, with the stages around this one; raise to refuse the order."""
 
-    def attach(self, context: StageContext) -> None:  # noqa: B027
+    def attach(self, context: StageContext) -> None:
         """Called once, when the stage is registered; raise to refuse a model."""
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """The context that ``child`` is attached with, given that of this stage, which is attached."""
         return context
 
-    def check_together(self, stages: Sequence[Stage]) -> None:  # noqa: B027
+    def check_together(self, stages: Sequence[Stage]) -> None:
         """Called once, when all stages of a chain are attached and before any collective; raise to refuse them."""
 
-    def detach(self) -> None:  # noqa: B027
+    def detach(self) -> None:
         """Called when the registration is removed."""
 
-    def before_forward(self) -> None:  # noqa: B027
+    def before_forward(self) -> None:
         """Called before each forward of the model that records gradients."""
 
-    def before_gradients(self, *, synchronizes: bool) -> None:  # noqa: B027
+    def before_gradients(self, *, synchronizes: bool) -> None:
         """Called where a backward reaches an output of the model, before it adds to ``.grad``; ``synchronizes`` is
         false under ``no_sync``, where it is called for each output."""
 
-    def before_backward(self, *, is_replay: bool) -> None:  # noqa: B027
+    def before_backward(self, *, is_replay: bool) -> None:
         """Called on the training thread when the first bucket of a pass arrives, before any collective of the pass."""
 
     def after_backward(self, *, failed: bool) -> str | None:
@@ -194,12 +194,12 @@ class Stage(ABC):
         """``bucket`` as the next stage of the chain sees it."""
         return bucket.with_mean() if self.role is Role.REDUCER else bucket
 
-    def commit(self, *, others: Collection[str] = ()) -> None:  # noqa: B027
+    def commit(self, *, others: Collection[str] = ()) -> None:
         """Called on the training thread when the step is made: what passes have changed in the stage's memory stays;
         but for ``others``, names of parameters that other updates of the chain step. Where no stage tells of steps,
         called before the next forward."""
 
-    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:  # noqa: B027
+    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
         """Called in place of :meth:`commit` where the step is not made, on all ranks alike: the memory is to be as the
         last step has left it. The loop has discarded the gradients, the pass has failed, or gradients are not finite.
         On an accelerator the last is so where ``found_inf``, a 0-dimensional bool, is given and true; :meth:`commit`
@@ -289,7 +289,7 @@ class Stage(ABC):
         return vars(self)
 
 
-class UpdateStage(Stage):
+class UpdateStage(Stage, ABC):
     """An update whose parameters and time are known, and which can be skipped."""
 
     role = Role.UPDATE

@@ -84,8 +84,8 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/test_torch_names.py -k equals",
     ),
     "the ranks of a machine are not summed first": Mutant(
-        "hooks/quantize.py",
-        "levels=self._memory.levels_of(group)",
+        "hooks/wires/feedback.py",
+        "levels=self._levels if is_own else None",
         "levels=None",
         "hooks/test_bytes_between_machines.py -k bytes_that_the_page_says",
     ),
@@ -122,8 +122,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the norm is summed in the optimizer's order": Mutant(
         "hooks/transforms/clip.py",
-        "return sorted(parameters, key=lambda parameter: places.get(parameter, len(places)))",
-        "return list(parameters)",
+        "return [one for one in known if one in given] + [one for one in given if one not in known]",
+        "return list(given)",
         "optim/test_clipping.py -k models_order",
     ),
     # Wires.

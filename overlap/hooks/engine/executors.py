@@ -75,13 +75,9 @@ class Labels(dict[tuple[str, int], AbstractContextManager[Any]]):
 
 
 class Executor:
-    """Where stages run: here those of CPU tensors, on a worker's thread or on the caller's.
+    """Where stages run: here those of CPU tensors, on a worker's thread or, without a ``worker``, on the caller's.
 
     To wait is to block that thread, and to poll whether another rank has failed.
-
-    Args:
-        channels: they carry the collectives.
-        worker: the thread that runs submitted functions; the caller's if ``None``.
     """
 
     observer: Any = None
@@ -157,7 +153,8 @@ class Executor:
 
 
 class StreamExecutor(Executor):
-    """Of accelerator tensors: a side stream; to wait is to make that stream wait, never the host.
+    """Of accelerator tensors: the side stream of ``owner``, made on first use, or where that is ``None`` the current
+    stream. To wait is to make that stream wait, never the host.
 
     [Note: one stream]
 
@@ -171,11 +168,6 @@ class StreamExecutor(Executor):
     In DDP's first pass one bucket has the gradients of the whole model. A side stream would keep workspace as large as
     the model, since the caching allocator has a pool for each stream. So the first pass, and gathers that belong to it,
     run on the stream that they are called on, whose pool serves the next forward.
-
-    Args:
-        channels: they carry the collectives.
-        device: that of the tensors.
-        owner: whose side stream it is, made on first use; where ``None`` all runs on the stream that is current.
     """
 
     def __init__(self, channels: Channels, device: torch.device, owner: object | None) -> None:

@@ -187,7 +187,7 @@ class Runtime:
         for method in self._called:
             default = getattr(Stage, method)
             self._called[method] = [one for one in self._attached if getattr(type(one), method) is not default]
-        self._pieces = [Piece(repr(stage), stage, passed=_passed(stage)) for stage in sequence]
+        self._pieces = [Piece(repr(stage), stage, passed=stage.passed) for stage in sequence]
         self._planners = [planner(stage) for stage in sequence]
         self.updates = updates_of(sequence)
         _check_disjoint(self.updates, self.context.names)
@@ -592,13 +592,6 @@ def _on_accumulation(alive: weakref.ref[Runtime], gradients: Any) -> None:
     if (runtime := alive()) is not None:
         for stage in runtime._called["before_gradients"]:
             stage.before_gradients(synchronizes=False)
-
-
-def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:
-    """As :meth:`Stage.passed` of ``stage``, without a call where it changes nothing."""
-    if type(stage).passed is not Stage.passed:
-        return stage.passed
-    return Bucket.with_mean if stage.role is Role.REDUCER else None
 
 
 def _check_disjoint(updates: Sequence[UpdateStage], names: Mapping[Tensor, str] | None) -> None:

@@ -67,7 +67,7 @@ from overlap._torch.foreach import add_all, all_finite, copy_all, norms
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.powersgd.memory import Memory, Side
-from overlap.hooks.wires import QuantizedSum, Wire
+from overlap.hooks.wires import Wire
 
 # On a CPU, copying larger matrices together takes longer than one more kernel.
 _CPU_BATCH_NUMEL = 16 * 1024
@@ -75,17 +75,10 @@ _CPU_BLOCK_ROWS = 32
 
 
 class PowerIteration:
-    """The compressed reduction of one bucket in one step.
+    """The compressed reduction of one bucket, whose gradients become the output, in one step.
 
-    Args:
-        bucket: its gradients become the output.
-        layout: of the bucket, with at least one matrix.
-        keys: of its parameters in ``memory``.
-        memory: residuals and factors of the step before; those of this one are put there.
-        error_feedback: whether to add the residuals, and to keep new ones.
-        wire: how factors are sent; ``None``: in the bucket's dtype.
-        seed: of random directions.
-        cold_step: ``None`` to start from the factors of the step before; else this step's number, for new directions.
+    ``memory`` has residuals and factors of the step before by ``keys``, and gets those of this one. A step that starts
+    from new directions has a number, ``cold_step``.
     """
 
     def __init__(
@@ -127,24 +120,19 @@ class PowerIteration:
     async def both_factors(self) -> None:
         """PowerSGD: two all-reduces, of P and of Q."""
         own_p = self._times(self._start(self.layout.right))  # P = M Q
-        p = await self._mean(own_p, with_exact=True)
-        p.flat.nan_to_num_(0.0, 0.0, 0.0)
-        self._orthonormalize(p)
+        p = self._orthonormalize(await self._mean(own_p, with_exact=True))
         own_q = self._times(p)  # Q = M^T P
         q = await self._mean(own_q)
-        self._decompress((p, own_q), (p, self._marked(q)))  # output = P Q^T
-        self._keep(q)
+        self._decompress((p, own_q), (p, self._marked(q)), last=q)  # output = P Q^T
 
     async def one_factor(self, *, is_left: bool) -> None:
         """ACP-SGD: one all-reduce, of P or in every other step of Q; the basis is the other of the step before."""
-        basis = self._start(self.layout.right if is_left else self.layout.left)
-        self._orthonormalize(basis)
+        basis = self._orthonormalize(self._start(self.layout.right if is_left else self.layout.left))
         own = self._times(basis)  # P = M Q or Q = M^T P
         mean = await self._mean(own, with_exact=True)
         marked = self._marked(mean)
         owns, means = ((own, basis), (marked, basis)) if is_left else ((basis, own), (basis, marked))
-        self._decompress(owns, means)  # output = P Q^T
-        self._keep(mean)
+        self._decompress(owns, means, last=mean)  # output = P Q^T
 
     def _start(self, layout: FactorLayout) -> Factors:
         """The factors of the step before; random directions where there are none, or of another shape."""
@@ -161,16 +149,6 @@ class PowerIteration:
         copy_all(targets, sources)
         return factors
 
-    def _keep(self, mean: Factors) -> None:
-        """Keep the mean factors for the next step."""
-        if self.cold_step is not None:
-            return
-        self._change(mean, self._normalized)
-        side: Side = "left" if mean.layout.is_left else "right"
-        # The factors would otherwise keep all that was sent with them alive.
-        for key, factor in zip(self.keys, Factors(mean.layout, mean.flat.clone()).each(), strict=True):
-            self.memory.put_factor(key, side, factor)
-
     def _normalized(self, rows: Tensor, group: _Group) -> Tensor:
         """All directions with length 1; drawn anew if they are zero, rounding errors or not finite.
 
@@ -180,7 +158,7 @@ class PowerIteration:
         lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         is_there = lengths > 8 * torch.finfo(self.dtype).eps * lengths.amax(dim=1, keepdim=True)
         if not has_streams(rows.device) and bool(is_there.all()):
-            return rows.div_(lengths)
+            return torch.div(rows, lengths)
         return torch.where(is_there, rows / lengths, self._spare(group))
 
     def _times(self, basis: Factors) -> Factors:
@@ -192,15 +170,29 @@ class PowerIteration:
             torch.bmm(factors, loaded if is_left else loaded.mT, out=out)
         return product
 
-    def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors]) -> None:
-        """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own."""
-        own_factors = zip(own[0].of_batches, own[1].of_batches, strict=True)
-        mean_factors = zip(mean[0].of_batches, mean[1].of_batches, strict=True)
+    def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors], *, last: Factors) -> None:
+        """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own. Residuals and the ``last`` mean
+        factors are put into the memory, as one tensor: so a step that is not made takes one kernel for all."""
+        numels = [one.numel for one in self.matrices] if self.error_feedback else []
+        factors_numel = last.flat.numel() if self.cold_step is None else 0
+        kept = torch.empty(sum(numels) + factors_numel, dtype=self.dtype, device=self.bucket.buffer.device)
+        *outs, of_factors = kept.split_with_sizes([*numels, factors_numel])
+        of_batches = zip(
+            self.matrices,
+            zip(own[0].of_batches, own[1].of_batches, strict=True),
+            zip(mean[0].of_batches, mean[1].of_batches, strict=True),
+            outs if numels else itertools.repeat(None),
+            strict=False,
+        )
         errors: list[Tensor] = []
-        for matrices, of_own, of_mean in zip(self.matrices, own_factors, mean_factors, strict=True):
-            errors += matrices.decompress(of_own if self.error_feedback else None, of_mean)
+        for matrices, of_own, of_mean, out in of_batches:
+            errors += matrices.decompress(of_own, of_mean, out)
         if errors:
-            self.memory.put_errors(self.keys, errors)
+            self.memory.put(self.keys, errors)
+        if self.cold_step is None:
+            side: Side = "left" if last.layout.is_left else "right"
+            changed = self._change(last, self._normalized, of_factors)
+            self.memory.put_factors(self.keys, side, changed.each())
 
     async def _mean(self, factors: Factors, *, with_exact: bool = False) -> Factors:
         """The mean of factors over ranks; ``factors`` become this rank's part in it, times the divisor.
@@ -219,7 +211,7 @@ class PowerIteration:
             flat = await self._all_reduce(factors.flat, exact)
         else:
             await self._all_reduce(factors.flat[:0], exact)
-            flat = await self._sum_by(self.wire, factors.flat)
+            flat = await self._sum_by_wire(factors.flat)
         if scale < 1:
             factors.flat.div_(scale)
             flat = flat / scale
@@ -245,11 +237,10 @@ class PowerIteration:
         copy_all(exact, [part.view_as(gradient) for part, gradient in zip(parts, exact, strict=True)])
         return sent[:numel].to(self.dtype)
 
-    async def _sum_by(self, wire: Wire, flat: Tensor) -> Tensor:
-        """The mean of factors by messages of ``wire``, the same on every rank bit for bit."""
+    async def _sum_by_wire(self, flat: Tensor) -> Tensor:
+        """The mean of factors by messages of the wire, the same on every rank bit for bit."""
         bucket, group = self.bucket, self.bucket.group
-        generator, levels = self.memory.generator.of(group.rank(), flat.device), self.memory.levels_of(group)
-        quantized_sum = QuantizedSum(flat.numel(), wire=wire, generator=generator, group=group, levels=levels)
+        quantized_sum = self.memory.sum_of(flat.numel(), group, flat.device)
         values = flat.mul(1 / bucket.divisor).float()
         errors, mean = values.clone(), torch.empty_like(values)
         await quantized_sum(errors, out=mean)
@@ -272,30 +263,34 @@ class PowerIteration:
             if are_all:
                 return mean
             are_finite = torch.stack(norms(factors, math.inf)) < math.inf
-        return Factors(mean.layout, torch.where(are_finite[mean.layout.owners], mean.flat, math.nan))
+        return Factors(mean.layout, torch.where(are_finite[mean.layout.owners], mean.flat, mean.layout.nan))
 
-    def _orthonormalize(self, factors: Factors) -> None:
-        """Replace the factors by orthonormal bases of their spans.
+    def _orthonormalize(self, factors: Factors) -> Factors:
+        """Orthonormal bases of the factors' spans, any where they are not finite.
 
         On a CPU Householder's QR is the fastest at every shape that matters. Accelerators run it one matrix after
         another, so there it serves ``float64`` alone, which Cholesky-QR cannot do in a wider dtype.
         """
         if has_streams(factors.flat.device) and self.dtype != torch.float64:
-            self._change(factors, lambda rows, group: cholesky_qr(rows, self._spare(group)))
-        else:
-            self._change(factors, lambda rows, group: householder_qr(rows))
+            return self._change(factors, lambda rows, group: cholesky_qr(rows, self._spare(group)))
+        return self._change(factors, lambda rows, group: householder_qr(rows.nan_to_num(0.0, 0.0, 0.0)))
 
-    def _change(self, factors: Factors, change: Callable[[Tensor, _Group], Tensor]) -> None:
-        """Replace the factors of each group by ``change(rows, group)`` of ``rows``, shape ``(count, rank, length)``."""
+    def _change(
+        self, factors: Factors, change: Callable[[Tensor, _Group], Tensor], out: Tensor | None = None
+    ) -> Factors:
+        """The factors with those of each group as ``change(rows, group)`` of ``rows``, shape ``(count, rank, length)``,
+        in ``out``, which is flat, or else a new tensor."""
+        made = self._empty(factors.layout) if out is None else Factors(factors.layout, out)
         for group in factors.layout.groups:
-            alike = factors.views(group)
+            given, alike = factors.views(group), made.views(group)
             if len(alike) == 1:
-                alike[0].copy_(change(alike[0], group))
+                alike[0].copy_(change(given[0], group))
                 continue
             # On an accelerator. In the dtype that Cholesky-QR computes in.
             rows = self._kept("rows", group, torch.float64)
-            copy_all(_beginnings(rows, group), alike)
+            copy_all(_beginnings(rows, group), given)
             copy_all(alike, _beginnings(change(rows, group), group))
+        return made
 
     def _spare(self, group: _Group) -> Tensor:
         """Random orthonormal directions for all factors of a group, the same in all steps."""
@@ -392,6 +387,8 @@ class FactorLayout:
     """Of the factors that are orthonormalized at once, by length."""
     owners: Tensor
     """The number of the matrix that each element belongs to, in the order of batches."""
+    nan: Tensor
+    """0-dimensional, on their device."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch], *, is_left: bool, device: torch.device) -> FactorLayout:
@@ -417,6 +414,7 @@ class FactorLayout:
             of_batches=tuple(of_batches[index] for index in range(len(shapes))),
             groups=tuple(tuple(views) for _, views in together),
             owners=torch.cat(owners),
+            nan=torch.full((), math.nan, device=device),
         )
 
 
@@ -490,13 +488,8 @@ class Matrices:
     """The matrices M = gradient + residual of one batch.
 
     In memory formats such as channels-last the columns of a matrix are in another order than in the gradient's shape,
-    which is the same on all ranks and changes no product.
-
-    Args:
-        batch: their shape, and places.
-        gradients: of the bucket; overwritten with the output.
-        residuals: by place, of ``dtype``, shaped and strided as ``gradients``; those that are not added yet.
-        dtype: to compute in.
+    which is the same on all ranks and changes no product. ``residuals``, by place, are those that are not added yet, of
+    ``dtype``, in which this computes.
     """
 
     def __init__(
@@ -520,24 +513,34 @@ class Matrices:
         add_all([matrices[row] for row in self._residuals], list(self._residuals.values()))
         return matrices
 
-    def decompress(self, own: tuple[Tensor, Tensor] | None, mean: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """Write P Q^T of the ``mean`` factors to the gradients; returns M - P Q^T of this rank's ``own``, new tensors
-        shaped and strided as the gradients, or nothing without ``own``."""
-        matrices, errors = self.load(), None
-        if own is not None and self._is_alone and not has_streams(matrices.device):
+    @property
+    def numel(self) -> int:
+        """Elements of all."""
+        return sum([gradient.numel() for gradient in self._gradients])
+
+    def decompress(
+        self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], out: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Write P Q^T of the ``mean`` factors to the gradients; returns M - P Q^T of this rank's ``own`` factors,
+        shaped as the gradients, in ``out``, which is flat; nothing where that is ``None``."""
+        matrices = self.load()
+        errors = None if out is None else out.view(matrices.shape)
+        if errors is not None and self._is_alone and not has_streams(matrices.device):
             # A block of rows stays in the CPU's cache between the two products.
-            errors = torch.empty_like(matrices)
             parts = (matrices[0], errors[0], own[0][0].t(), mean[0][0].t())
             for matrix, error, own_p, mean_p in zip(*(part.split(_CPU_BLOCK_ROWS) for part in parts), strict=True):
                 torch.addmm(matrix, own_p, own[1][0], alpha=-1, out=error)
                 torch.mm(mean_p, mean[1][0], out=matrix)
         else:
-            if own is not None:
-                errors = torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=None if self._is_alone else matrices)
-            output = torch.bmm(mean[0].mT, mean[1], out=matrices if errors is not matrices else None)
+            if errors is not None:
+                torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=errors)
+            torch.bmm(mean[0].mT, mean[1], out=matrices)
             if not self._is_alone:
-                copy_all(self._gradients, output.unbind())
-        if errors is None:
-            return []
-        pairs = zip(errors.unbind(), self._given, strict=True)
-        return [error.as_strided(gradient.size(), gradient.stride()) for error, gradient in pairs]
+                copy_all(self._gradients, matrices.unbind())
+        # As matrices, whose columns are in the order of the gradient's memory, they were made of it.
+        return [
+            error if gradient.ndim == 2 else error.as_strided(gradient.size(), gradient.stride())
+            for error, gradient in zip(
+                () if errors is None else errors.unbind(), self._given, strict=errors is not None
+            )
+        ]

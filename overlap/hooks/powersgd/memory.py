@@ -52,10 +52,10 @@ class Memory(StageMemory):
     # right ones ``(rank, cols)``, with columns in the order of the gradient's memory. A parameter has one of the two:
     # only where factors alternate is it ever the left one.
 
-    def put_factor(self, key: str, side: Side, factor: Tensor) -> None:
-        """Put a new factor, in place of one of either side."""
-        self.put(key, factor, side)
-        self.put(key, None, "right" if side == "left" else "left")
+    def put_factors(self, keys: Sequence[str], side: Side, factors: Sequence[Tensor]) -> None:
+        """Put new factors, in place of those of either side."""
+        self.put(keys, factors, side)
+        self.drop(keys, "right" if side == "left" else "left")
 
     def residual(self, key: str, gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The residual of a parameter in the memory format of ``gradient``, not to be changed; ``None`` if there is
@@ -71,12 +71,11 @@ class Memory(StageMemory):
             return hold(found)
         return torch.empty_like(gradient, dtype=dtype, memory_format=torch.preserve_format).copy_(hold(found))
 
-    def release(self, key: str, gradient: Tensor) -> None:
-        """Add the residual of a parameter that is no longer compressed, as after loading with another rank."""
-        if (residual := self.get(key)) is not None:
-            gradient.add_(hold(residual))
+    def release(self, keys: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Add the residuals of parameters that are no longer compressed, as after loading with another rank."""
+        self.add_errors(keys, gradients)
         for kind in ("error", "left", "right"):
-            self.put(key, None, kind)
+            self.drop(keys, kind)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """The ratio of elements before and after compression (0 before any was sent), and both numbers."""

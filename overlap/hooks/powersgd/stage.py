@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Self
-
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap._torch.foreach import all_finite
-from overlap.errors import ArgumentTypeError, ConfigurationError
+from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.reducers import AllReduce
-from overlap.hooks.stage import Stage, StageContext
-from overlap.hooks.wires import Wire
-
-# Of the arguments of PyTorch's PowerSGDState, those that have another name here.
-_TORCH_NAMES = {
-    "matrix_approximation_rank": "rank",
-    "start_powerSGD_iter": "start_step",
-    "use_error_feedback": "error_feedback",
-    "random_seed": "seed",
-}
+from overlap.hooks.wires import StageWithMemory, Wire
 
 
-class PowerSGD(Stage):
+class PowerSGD(StageWithMemory):
     """The mean of the gradients over ranks, approximately: sent as factors of low rank, 10 to 200 times smaller.
 
     Each gradient of two or more dimensions, as a matrix ``n x m``, becomes two factors ``n x rank`` and ``m x rank`` if
@@ -36,6 +25,7 @@ class PowerSGD(Stage):
 
     Memory is kept by parameter name, so nothing depends on how DDP cuts its buckets, and compression can begin at once.
     A gradient with a non-finite element comes out as NaN on every rank, and its pass leaves the memory as it was.
+    :class:`PowerSGDState` has the options that PyTorch has, under its names.
 
     Args:
         rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. For another rank of some
@@ -66,15 +56,7 @@ class PowerSGD(Stage):
     PowerSGD(rank=4, start_step=1000)
     """
 
-    if not TYPE_CHECKING:  # Or any keyword would be known to type checkers.
-
-        def __new__(cls, *_: Any, **options: Any) -> Self:
-            for name, value in options.items():
-                if (ours := _TORCH_NAMES.get(name)) is not None:
-                    raise ArgumentTypeError(
-                        f"PowerSGD has no {name}, which is PowerSGDState's: PowerSGD({ours}={value!r})"
-                    )
-            return super().__new__(cls)
+    _memory: Memory
 
     def __init__(
         self,
@@ -112,23 +94,9 @@ class PowerSGD(Stage):
         self._layouts: dict[tuple[object, ...], ReductionLayout] = {}
         self._all_reduce = AllReduce()
 
-    def attach(self, context: StageContext) -> None:
-        self._memory.attach(context)
-
-    def detach(self) -> None:
-        self._memory.detach()
-
     def before_backward(self, *, is_replay: bool) -> None:
-        self._memory.begin()
+        super().before_backward(is_replay=is_replay)
         self._memory.counts["steps"] += 1
-        if self.wire is not None:
-            self._memory.find_levels()
-
-    def commit(self, *, others: Collection[str] = ()) -> None:
-        self._memory.commit(others)
-
-    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
-        self._memory.discard(found_inf, others)
 
     async def __call__(self, bucket: Bucket) -> None:
         # Also before compression begins, because parameters without names are numbered in the first pass.
@@ -148,8 +116,9 @@ class PowerSGD(Stage):
     async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
         """Reduce the bucket; returns how many elements were sent."""
         layout = self._layout_of(bucket, keys)
-        for place in layout.exact:
-            self._memory.release(keys[place], bucket.gradients[place])
+        self._memory.release(
+            [keys[place] for place in layout.exact], [bucket.gradients[place] for place in layout.exact]
+        )
         if not layout.batches:
             await self._all_reduce(bucket)
             self._memory.note_finite(all_finite(bucket.buffer))
@@ -185,22 +154,9 @@ class PowerSGD(Stage):
         """The ratio of elements before and after compression so far, and both numbers."""
         return self._memory.compression_stats()
 
-    def state_dict(self) -> dict[str, Any]:
-        """A snapshot of this rank's memory; each rank saves its own.
-
-        It holds only tensors and plain values, so ``torch.load(..., weights_only=True)`` loads it.
-        """
-        return self._memory.state_dict()
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a copy of a :meth:`state_dict` of this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: the state is another model's or another rank's; for another number of ranks, see
-                :meth:`redistribute`. If the stage is not yet registered, registering raises it.
-        """
         if state_dict:
-            self._memory.load_state_dict(state_dict)
+            super().load_state_dict(state_dict)
 
     redistribute = staticmethod(redistribute)
 

@@ -29,22 +29,11 @@ _logger = logging.getLogger(__name__)
 class PowerSGDState(Memory, classes.PowerSGDState):
     """Options and memory of :func:`powerSGD_hook`, for one model.
 
-    The arguments are PyTorch's and mean the same; :class:`PowerSGD` has more.
-    ``start_powerSGD_iter`` may be 0 or more, since memory does not depend on buckets. Pickling leaves the process group
-    out (set it again, or leave it ``None`` for the model's own); load the pickle on the same rank of the same number of
-    ranks.
-
-    Args:
-        process_group: to reduce over; ``None``: the model's own.
-        matrix_approximation_rank: see ``PowerSGD(rank=)``.
-        start_powerSGD_iter: see ``PowerSGD(start_step=)``.
-        min_compression_rate: see :class:`PowerSGD`.
-        use_error_feedback: see ``PowerSGD(error_feedback=)``.
-        warm_start: see :class:`PowerSGD`.
-        orthogonalization_epsilon: bases are always whole, without a division by zero, so this changes nothing.
-        random_seed: see ``PowerSGD(seed=)``.
-        compression_stats_logging_frequency: steps between two lines in the log.
-        batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes nothing.
+    The arguments are PyTorch's and mean the same; :class:`PowerSGD` has more. ``start_powerSGD_iter`` may be 0 or more,
+    since memory does not depend on buckets. ``orthogonalization_epsilon`` and ``batch_tensors_with_same_shape`` change
+    nothing: bases are always whole, without a division by zero, and equal shapes are batched wherever that is faster.
+    Pickling leaves the process group out (set it again, or leave it ``None`` for the model's own); load the pickle on
+    the same rank of the same number of ranks.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -163,14 +152,14 @@ class _WholeBuckets(_HookPowerSGD):
             found = [(part, memory.residual(name, part, dtype)) for name, part in pairs]
             there = [(part, residual) for part, residual in found if residual is not None]
             copy_all([part for part, _ in there], [residual for _, residual in there])
-            memory.put(key, errors.view(side, side))
+            memory.put([key], [errors.view(side, side)])
             try:
                 sent_numel = await super()._reduce(whole, (key,), step)
                 new = memory.get(key)
             finally:
-                memory.put(key, None)
+                memory.drop([key])
             assert new is not None, "it was put above"
-            memory.put_errors(keys, bucket.with_buffer(new.view(-1)[:numel]).gradients)
+            memory.put(keys, bucket.with_buffer(new.view(-1)[:numel]).gradients)
         bucket.buffer.copy_(square[:numel])
         return sent_numel
 

@@ -26,7 +26,7 @@ from overlap._torch.device import hold
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import all_reduce
+from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.stage import Role, StageContext
 from overlap.hooks.transforms.transform import WholePassTransform
 
@@ -87,8 +87,8 @@ class Clipping:
 
 def in_model_order(parameters: Iterable[Tensor], *models: Iterable[Tensor]) -> list[Tensor]:
     """``parameters`` in the order of the ``models``' parameters; those of no model last, in the order given."""
-    places = {one: place for place, one in enumerate(dict.fromkeys(itertools.chain.from_iterable(models)))}
-    return sorted(parameters, key=lambda parameter: places.get(parameter, len(places)))
+    given, known = dict.fromkeys(parameters), dict.fromkeys(itertools.chain.from_iterable(models))
+    return [one for one in known if one in given] + [one for one in given if one not in known]
 
 
 class ClipGradNorm(WholePassTransform):
@@ -123,6 +123,8 @@ class ClipGradNorm(WholePassTransform):
         super().__init__()
         self.clipping = Clipping(max_norm, norm_type)
         self._norm: Tensor | None = None
+        # Of a pass in which each rank has parts: its part in the norm, the parameters, its parts.
+        self._parts: tuple[Tensor, Iterable[Tensor], Sequence[Tensor]] | None = None
 
     @property
     def norm(self) -> Tensor | None:
@@ -140,7 +142,7 @@ class ClipGradNorm(WholePassTransform):
             )
         super().attach(context)
 
-    async def act(self, buckets: Sequence[Bucket]) -> None:
+    def act(self, buckets: Sequence[Bucket]) -> Operation | None:
         assert self.context is not None, "a stage is attached before its first pass"
         seen: dict[Tensor, Tensor] = {}
         for bucket in buckets:
@@ -148,12 +150,17 @@ class ClipGradNorm(WholePassTransform):
         gradients = [seen[parameter] for parameter in in_model_order(seen, self.context.names or ())]
         if all(bucket.owned is None for bucket in buckets):
             self._norm = self.clipping.clip_(gradients)
-            return
+            return None
         counted = [part for bucket in buckets for part in self.counted(bucket)]
         partial = self.clipping.partial(counted, buckets[0].buffer.device)
-        await all_reduce(partial, op=self.clipping.op, group=buckets[0].group)
-        self._norm = self.clipping.total(partial, seen)
-        self.clipping.scale_([gradient for gradient in gradients if gradient.numel()], self._norm)
+        self._parts = partial, seen, [gradient for gradient in gradients if gradient.numel()]
+        return all_reduce(partial, op=self.clipping.op, group=buckets[0].group)
+
+    def finish(self) -> None:
+        if self._parts is not None:
+            (partial, seen, gradients), self._parts = self._parts, None
+            self._norm = self.clipping.total(partial, seen)
+            self.clipping.scale_(gradients, self._norm)
 
     def __repr__(self) -> str:
         norm_type = self.clipping.norm_type

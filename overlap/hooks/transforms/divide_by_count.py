@@ -186,12 +186,7 @@ class DivideByCount(Transform):
         self._own = count or 0.0
         self._total.fill_(self._own)
 
-    async def __call__(self, bucket: Bucket) -> None:
-        if (operation := self._next_operation()) is not None:
-            await operation
-        self._divide(bucket.buffer)
-
-    def plan(self, bucket: Bucket) -> Plan | None:
+    def plan(self, bucket: Bucket) -> Plan:
         return self._next_operation, partial(self._divide, bucket.buffer)
 
     def _next_operation(self) -> Operation | None:

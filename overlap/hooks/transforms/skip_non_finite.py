@@ -11,7 +11,7 @@ from overlap._torch.device import hold
 from overlap._torch.foreach import LargestElements
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import all_reduce
+from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.stage import Role, Stage, StageContext, UpdateStage, updates_of
 from overlap.hooks.transforms.transform import WholePassTransform
 
@@ -83,16 +83,17 @@ class SkipNonFinite(WholePassTransform):
         super().before_backward(is_replay=is_replay)
         self._largest.clear()
 
-    async def __call__(self, bucket: Bucket) -> None:
+    def look(self, bucket: Bucket) -> None:
         self._largest.look(self.seen(bucket))
-        await super().__call__(bucket)
 
-    async def act(self, buckets: Sequence[Bucket]) -> None:
-        found_inf = self._largest.found_inf(buckets[0].buffer.device)
-        await all_reduce(found_inf, op=dist.ReduceOp.MAX, group=buckets[0].group)
-        self._found_inf = found_inf
+    def act(self, buckets: Sequence[Bucket]) -> Operation:
+        self._found_inf = self._largest.found_inf(buckets[0].buffer.device)
+        return all_reduce(self._found_inf, op=dist.ReduceOp.MAX, group=buckets[0].group)
+
+    def finish(self) -> None:
+        assert self._found_inf is not None, "act has looked"
         for update in self._updates:
-            update.skip_if(found_inf)
+            update.skip_if(self._found_inf)
 
     def __repr__(self) -> str:
         return "SkipNonFinite()"

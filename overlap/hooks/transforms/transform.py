@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import whole_pass
-from overlap.hooks.stage import Role, Stage, StageContext
+from overlap.hooks.collectives import Operation, whole_pass
+from overlap.hooks.stage import Plan, Role, Stage, StageContext
 
 
 class Transform(Stage):
@@ -86,7 +86,7 @@ class Transform(Stage):
         return [one.reshape(-1)[:0] if part is None else one for part, one in zip(parts, seen, strict=True)]
 
 
-class WholePassTransform(Transform):
+class WholePassTransform(Transform, ABC):
     """A transform that acts once in a pass, on all buckets together, when all have arrived."""
 
     def __init__(self) -> None:
@@ -96,15 +96,34 @@ class WholePassTransform(Transform):
     def before_backward(self, *, is_replay: bool) -> None:
         self._arrived.clear()
 
-    @abstractmethod
-    async def act(self, buckets: Sequence[Bucket]) -> None:
-        """Called once in a pass, with all its buckets in their order of arrival."""
+    def look(self, bucket: Bucket) -> None:
+        """Called with each bucket when it arrives."""
 
-    async def __call__(self, bucket: Bucket) -> None:
-        self._arrived.append(bucket)
-        await whole_pass()
-        if bucket.is_last:
-            arrived, self._arrived = self._arrived, []
-            await self.act(arrived)
-            del arrived  # Each bucket's memory may be freed by later stages.
-        await whole_pass()  # The other buckets continue when it has acted.
+    @abstractmethod
+    def act(self, buckets: Sequence[Bucket]) -> Operation | None:
+        """Called once in a pass, with all its buckets in their order of arrival; :meth:`finish` is called when the
+        operation that it returns, if any, is done."""
+
+    def finish(self) -> None:
+        """Called before any of the buckets goes on."""
+
+    def plan(self, bucket: Bucket) -> Plan:
+        whole = whole_pass()
+
+        def arrive() -> Operation:
+            self._arrived.append(bucket)
+            self.look(bucket)
+            return whole
+
+        def act() -> Operation | None:
+            if not bucket.is_last:
+                return None
+            arrived, self._arrived = self._arrived, []  # Each bucket's memory may be freed by later stages.
+            return self.act(arrived)
+
+        def finish() -> Operation:
+            if bucket.is_last:
+                self.finish()
+            return whole  # The other buckets continue when it has acted.
+
+        return arrive, act, finish

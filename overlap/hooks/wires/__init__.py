@@ -2,7 +2,7 @@
 
 from overlap.hooks.wires.codec import Codec, Wire
 from overlap.hooks.wires.exchange import QuantizedSum
-from overlap.hooks.wires.feedback import RoundingGenerator, StageMemory, redistribute
+from overlap.hooks.wires.feedback import RoundingGenerator, StageMemory, StageWithMemory, redistribute
 from overlap.hooks.wires.formats import BFloat16, Float8, Float16, Int4, Int8, TopK
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "QuantizedSum",
     "RoundingGenerator",
     "StageMemory",
+    "StageWithMemory",
     "TopK",
     "Wire",
     "redistribute",

@@ -79,8 +79,12 @@ class Codec(ABC):
     @functools.cached_property
     def _sizes(self) -> list[int]:
         """Bytes of each field of a message, and of its end."""
-        sizes = [self.chunks * field.dtype.itemsize * field.numel for field in self.fields]
+        sizes = [self.chunks * field.dtype.itemsize * field.numel for field in self._fields]
         return [*sizes, self.message_bytes - sum(sizes)]
+
+    @functools.cached_property
+    def _fields(self) -> tuple[Field, ...]:
+        return self.fields
 
     def encode_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
         """Write each row of ``values``, shape ``(n, numel)``, into one of ``messages``, ``(n, message_bytes)``."""
@@ -128,34 +132,34 @@ class Codec(ABC):
         parts = messages.split_with_sizes(self._sizes, dim=1)
         fields = [
             part.view(dtype).view(count, self.chunks, numel)
-            for part, (dtype, numel) in zip(parts, self.fields, strict=False)
+            for part, (dtype, numel) in zip(parts, self._fields, strict=False)
         ]
+        is_at_once = has_streams(values.device)
         # Where kernels are launched, one copy costs less than to launch them twice.
-        is_in_place = given == self.numel or (len(values) == 1 and not has_streams(values.device))
-        whole = given // self.chunk_numel if is_in_place else 0
-        if whole == self.chunks:
-            yield from self._cut(values, fields)
-            return
+        whole = given // self.chunk_numel if given == self.numel or (len(values) == 1 and not is_at_once) else 0
         end = whole * self.chunk_numel
-        if whole:
+        rest = values[:, end:] if whole == self.chunks else pad(values[:, end:], (0, self.numel - given))
+        if is_at_once:
+            yield (
+                (values if whole else rest).expand(count, -1).view(count, self.chunks, self.chunk_numel),
+                tuple(fields),
+            )
+        else:
             yield from self._cut(values[:, :end], [field[:, :whole] for field in fields])
-        rest = pad(values[:, end:], (0, self.numel - given))
-        yield from self._cut(rest, [field[:, whole:] for field in fields])
-        if changes:
+            yield from self._cut(rest, [field[:, whole:] for field in fields])
+        if changes and whole < self.chunks:
             values[:, end:].copy_(rest[:, : given - end])
 
     def _cut(self, values: Tensor, fields: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """As :meth:`_blocks`, of whole chunks: several messages, or a part of one."""
+        """As :meth:`_blocks`, of whole chunks, which may be none: several messages, or a part of one."""
         count, chunks, _ = fields[0].shape
-        block = values.expand(count, -1).view(count, chunks, self.chunk_numel)
-        if has_streams(values.device):
-            yield block, tuple(fields)
-            return
-        messages_at_once = max(1, _BLOCK_NUMEL // self.numel)
-        chunks_at_once = max(1, _BLOCK_NUMEL // self.chunk_numel)
-        for some in zip(*(view.split(messages_at_once) for view in (block, *fields)), strict=True):
-            for part, *of_part in zip(*(view.split(chunks_at_once, dim=1) for view in some), strict=True):
-                yield part, tuple(of_part)
+        if chunks:
+            block = values.expand(count, -1).view(count, chunks, self.chunk_numel)
+            messages_at_once = max(1, _BLOCK_NUMEL // self.numel)
+            chunks_at_once = max(1, _BLOCK_NUMEL // self.chunk_numel)
+            for some in zip(*(view.split(messages_at_once) for view in (block, *fields)), strict=True):
+                for part, *of_part in zip(*(view.split(chunks_at_once, dim=1) for view in some), strict=True):
+                    yield part, tuple(of_part)
 
 
 class Wire(ABC):

@@ -27,14 +27,7 @@ class QuantizedSum:
     of the values in fp32 (reduce-scatter). That is summed as above over the ranks with the same number on the other
     machines, and the sums are gathered within each machine in fp32. So each value is encoded once a machine, and a
     machine sends ``2 (M-1)/M`` encoded values to others, where all of its ranks by themselves would send ``L`` times as
-    many.
-
-    Args:
-        numel: values on each rank.
-        wire: how they are sent.
-        generator: rounds stochastically.
-        group: of the ranks.
-        levels: the machines that they are on.
+    many. ``generator`` rounds stochastically.
     """
 
     def __init__(

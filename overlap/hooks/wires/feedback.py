@@ -22,9 +22,10 @@ from torch import Tensor
 from overlap._torch.device import has_streams, hold, storage_key
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
-from overlap.hooks.stage import StageContext
+from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.states import StatesOfRanks, copied
 from overlap.hooks.wires.codec import Wire
+from overlap.hooks.wires.exchange import QuantizedSum
 from overlap.ranks.machines import Levels, levels_of
 
 _Place = tuple[int, int]
@@ -77,18 +78,14 @@ class StageMemory:
     """Errors and random numbers of one user of a wire, on its rank; it may be loaded before its stage is registered.
 
     Values are kept by parameter name, so that they stay valid when DDP rebuilds its buckets. See [Note: memory and the
-    step].
-
-    Args:
-        owner: named in messages.
-        error_feedback: whether to add a step's errors to the next step's values.
-        wire: how values are sent.
+    step]. Messages name ``owner``.
     """
 
     def __init__(self, owner: object, *, error_feedback: bool, wire: Wire | None) -> None:
         self.has_feedback = error_feedback
         self.generator = RoundingGenerator(wire)
-        self._owner = owner
+        self._owner, self._wire = owner, wire
+        self._sums: dict[tuple[dist.ProcessGroup, int], QuantizedSum] = {}
         # By kind and name, as the last step has left them; and what passes since have put in their place.
         self._committed: dict[tuple[str, str], Tensor] = {}
         self._tentative: dict[tuple[str, str], Tensor | None] = {}
@@ -102,8 +99,10 @@ class StageMemory:
     # A pass.
 
     def begin(self) -> None:
-        """A pass begins."""
+        """A pass begins, in which ranks have the same stages, so that they can make the groups of several machines."""
         self.generator.begin()
+        if self._wire is not None and self._context is not None:
+            self._levels = levels_of(self._context.group, self._context.device)
 
     def get(self, name: str, kind: str = "error") -> Tensor | None:
         """The value of a parameter that the last pass has left, not to be changed in place; ``None`` if there is none.
@@ -113,12 +112,17 @@ class StageMemory:
         key = (kind, name)
         return self._tentative[key] if key in self._tentative else self._committed.get(key)
 
-    def put(self, name: str, value: Tensor | None, kind: str = "error") -> None:
-        """Put a new value; ``None``: none is left."""
-        if value is None and (kind, name) not in self._committed:
-            self._tentative.pop((kind, name), None)
-        else:
-            self._tentative[kind, name] = value
+    def put(self, names: Sequence[str], values: Sequence[Tensor], kind: str = "error") -> None:
+        """Put new values."""
+        self._tentative.update({(kind, name): value for name, value in zip(names, values, strict=True)})
+
+    def drop(self, names: Sequence[str], kind: str = "error") -> None:
+        """Leave no values of these names."""
+        for name in names:
+            if (kind, name) in self._committed:
+                self._tentative[kind, name] = None
+            else:
+                self._tentative.pop((kind, name), None)
 
     def values(self, kind: str = "error") -> dict[str, Tensor]:
         """Those to be saved, by name: as the last step has left them, or where the chain does not learn of steps, the
@@ -134,15 +138,12 @@ class StageMemory:
         """
         changed, errors = [], []
         for name, value in zip(names, values, strict=True):
-            if (error := self.get(name)) is not None:
+            key = ("error", name)
+            if (error := self._tentative[key] if key in self._tentative else self._committed.get(key)) is not None:
                 check_shape(name, error, value)
                 changed.append(value)
                 errors.append(hold(error.to(value.device)))
         add_all(changed, errors)
-
-    def put_errors(self, names: Sequence[str], errors: Sequence[Tensor]) -> None:
-        """Put new errors."""
-        self._tentative.update({("error", name): error for name, error in zip(names, errors, strict=True)})
 
     def note_finite(self, are_finite: Tensor) -> None:
         """Results of this pass, the same on all ranks, are finite or not: bools."""
@@ -196,14 +197,20 @@ class StageMemory:
 
     # Where it serves.
 
-    def find_levels(self) -> None:
-        """Make the groups of a job on several machines; called before a pass, when ranks have the same stages."""
-        if self._context is not None:
-            self._levels = levels_of(self._context.group, self._context.device)
-
-    def levels_of(self, group: dist.ProcessGroup) -> Levels | None:
-        """The levels of the model's own group; ``None`` for another one."""
-        return self._levels if self._context is not None and group is self._context.group else None
+    def sum_of(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> QuantizedSum:
+        """The sum of ``numel`` values over ``group`` by the wire, made once for all values of a number. The levels are
+        those of the model's own group."""
+        if (made := self._sums.get((group, numel))) is None:
+            assert self._wire is not None, "values are sent by a wire"
+            is_own = self._context is not None and group is self._context.group
+            made = self._sums[group, numel] = QuantizedSum(
+                numel,
+                wire=self._wire,
+                generator=self.generator.of(group.rank(), device),
+                group=group,
+                levels=self._levels if is_own else None,
+            )
+        return made
 
     @property
     def place(self) -> _Place | None:
@@ -232,6 +239,7 @@ class StageMemory:
         if self._committed or self.generator.state() is not None:
             self._saved_by = self.place
         self._context = None
+        self._sums.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot: ``error`` by parameter name and the rounding's ``generator``, where there are such, with the
@@ -266,6 +274,7 @@ class StageMemory:
         self._committed = {("error", name): error.clone() for name, error in errors.items()}
         self._tentative = {}
         self.generator.load(state_dict.get("generator"))
+        self._sums.clear()
 
     def _check(self, context: StageContext, saved_by: _Place | None, errors: Mapping[str, Tensor]) -> None:
         """Raises: ConfigurationError: the state is another rank's, or another model's."""
@@ -289,6 +298,40 @@ class StageMemory:
             check_shape(name, error, parameters[name])
 
 
+class StageWithMemory(Stage):
+    """A stage that remembers errors: its memory follows the step. See [Note: memory and the step]."""
+
+    _memory: StageMemory
+
+    def attach(self, context: StageContext) -> None:
+        self._memory.attach(context)
+
+    def detach(self) -> None:
+        self._memory.detach()
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self._memory.begin()
+
+    def commit(self, *, others: Collection[str] = ()) -> None:
+        self._memory.commit(others)
+
+    def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
+        self._memory.discard(found_inf, others)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of this rank's memory, of tensors and plain values; each rank saves its own."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank, before or after registering; for another number of ranks,
+        see :meth:`redistribute`.
+
+        Raises:
+            ConfigurationError: the state does not fit this stage, model or rank; also raised when registering.
+        """
+        self._memory.load_state_dict(state_dict)
+
+
 def _as_wholes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """The wholes of which ``pairs`` of a new and an old tensor are views, to take one kernel for all of a bucket; where
     they are views of other places in one than in the other, the pairs."""
@@ -296,8 +339,8 @@ def _as_wholes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
     for new, old in pairs:
         if (new.storage_offset(), new.stride(), new.dtype) != (old.storage_offset(), old.stride(), old.dtype):
             return list(pairs)
-        whole = tuple(one if one._base is None else one._base for one in (new, old))
-        wholes[storage_key(new), storage_key(old)] = whole  # type: ignore[assignment]
+        whole = new if new._base is None else new._base, old if old._base is None else old._base
+        wholes[storage_key(new), storage_key(old)] = whole
     is_unique = len({new for new, _ in wholes}) == len(wholes)
     return list(wholes.values() if is_unique and all(new.shape == old.shape for new, old in wholes.values()) else pairs)
 

@@ -226,6 +226,6 @@ class WiredMean:
         generator = memory.generator.of(group.rank(), flat.device)
         await QuantizedSum(change.numel(), wire=self.wire, generator=generator, group=group)(change, out=total)
         if memory.has_feedback:
-            memory.put_errors(names, views)
+            memory.put(names, views)
         are_finite.append(all_finite(total))
         flat.copy_(anchor.add_(total))

@@ -66,7 +66,7 @@ def test_an_element_that_is_not_finite_makes_its_matrix_nan_on_every_rank_and_ch
 
 @pytest.mark.parametrize("alternate", [False, True])
 def test_nothing_is_lost_in_other_memory_formats(alternate: bool) -> None:
-    shapes = [(8, 4, 3, 3), (12, 8)]
+    shapes = [(8, 4, 3, 3), (12, 8), (12, 8)]
     world = world_of(2, shapes, rank=4, alternate=alternate)
     for step in range(4):
         check_step(

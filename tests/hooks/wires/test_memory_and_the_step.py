@@ -381,14 +381,14 @@ def test_on_a_device_a_mask_takes_back(layout: str, is_bad: bool) -> None:
     with streams_replaced(OneStream(has_streams=True)):
         memory = StageMemory("a stage", error_feedback=True, wire=None)
         before, after = [one.clone() for one in errors(1.0)], [one.clone() for one in errors(11.0)]
-        memory.put_errors(["a", "b"], errors(1.0))
+        memory.put(["a", "b"], errors(1.0))
         memory.commit()
         if layout == "loaded":
             memory.load_state_dict(memory.state_dict())
         if layout == "a new one":
             memory.load_state_dict({"error": {"a": before[0]}})
             before[1] = torch.zeros(3)
-        memory.put_errors(["a", "b"], errors(11.0))
+        memory.put(["a", "b"], errors(11.0))
         others = ("b",) if layout == "of another update" else ()
         memory.discard(torch.tensor(is_bad), others)
         memory.commit(others)
