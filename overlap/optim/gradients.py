@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress, repeat
 from typing import Any
 
@@ -26,11 +27,16 @@ import torch
 from torch import Tensor
 
 from overlap._torch.autograd import versions
-from overlap._torch.read_only import AppliedGradient, Terms
+from overlap._torch.read_only import AppliedGradient, Terms, around
 
 _grad_of = operator.attrgetter("grad")
+_is_view = operator.methodcaller("_is_view")
+_version_of = operator.attrgetter("_version")
 _plain_of = operator.attrgetter("plain")
+# A loop over hundreds of parameters takes twice as long.
+_run_all: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
 _set_grad: Any = vars(torch._C.TensorBase)["grad"].__set__
+_NOT_LEFT = frozenset({type(None), AppliedGradient})
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 
 
@@ -118,14 +124,14 @@ class PassGradients:
         ):
             handed = self._wrapped(parameters, gradients)
             # DDP makes its buckets anew after the first pass: what is kept of the old ones would hold their memory.
-            are_views = all(gradient is not None and gradient._is_view() for gradient in handed.gradients)
-            self._kept = handed if are_views and not self._is_first_pass else None
+            is_kept = not (self._is_first_pass or type(None) in map(type, handed.gradients))
+            self._kept = handed if is_kept and all(map(_is_view, handed.gradients)) else None
         self._is_first_pass = False
-        _set_grads(handed.parameters, handed.wrappers)
+        _run_all(map(_set_grad, handed.parameters, handed.wrappers))
         self._handed = handed
 
     def _wrapped(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> _HandedOver:
-        handed = _HandedOver(are_parts=self.has_parts)
+        handed, inners, likes = _HandedOver(are_parts=self.has_parts), list[Tensor | None](), list[Tensor]()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None and id(parameter) not in self.released:
                 continue
@@ -134,12 +140,12 @@ class PassGradients:
                 inner = gradient.plain
             elif gradient is not None and gradient._is_view():
                 inner = gradient.data
-            like = parameter if inner is None else inner
+            inners.append(inner)
+            likes.append(parameter if inner is None else inner)
             handed.parameters.append(parameter)
             handed.gradients.append(gradient)
-            handed.wrappers.append(
-                AppliedGradient(inner, like, weakref.ref(parameter), self._terms, is_readable=not self.has_parts)
-            )
+        references = map(weakref.ref, handed.parameters)
+        handed.wrappers.extend(around(inners, likes, references, self._terms, is_readable=not self.has_parts))
         return handed
 
     @contextmanager
@@ -191,13 +197,14 @@ class PassGradients:
         """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none;
         and note those that were applied as they are now, for the next forward to clear."""
         self._left = []
-        taken = [] if self.has_parts else self._take(keeps_empty=True)
+        taken = [] if self.has_parts or not self._handed.parameters else self._take(keeps_empty=True)
         if len(taken) < len(self.applied):
             done = set(map(id, taken))
-            for parameter in [parameter for key, parameter in self.applied.items() if key not in done]:
-                if (gradient := parameter.grad) is not None and gradient._is_view():
-                    parameter.grad = gradient.data  # See wrap_grads.
-                taken.append(parameter)
+            for key, parameter in self.applied.items():
+                if key not in done:
+                    if (gradient := parameter.grad) is not None and gradient._is_view():
+                        parameter.grad = gradient.data  # See wrap_grads.
+                    taken.append(parameter)
         self._note_left(taken)
 
     def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
@@ -212,19 +219,22 @@ class PassGradients:
                     self._handed.parameters.append(parameter)
                     self._handed.wrappers.append(wrapper)
         taken = list(compress(handed.parameters, is_there))
-        _set_grads(taken, map(_plain_of, compress(handed.wrappers, is_there)))
+        _run_all(map(_set_grad, taken, map(_plain_of, compress(handed.wrappers, is_there))))
         return taken
 
     def _note_left(self, parameters: Sequence[Tensor]) -> None:
         gradients = list(map(_grad_of, parameters))
-        is_left = [gradient is not None and type(gradient) is not AppliedGradient for gradient in gradients]
+        is_left = list(map(operator.not_, map(_NOT_LEFT.__contains__, map(type, gradients))))
         left: list[Tensor] = list(compress(gradients, is_left))
-        self._left += zip(compress(parameters, is_left), map(weakref.ref, left), versions(left), strict=True)
+        self._left += zip(compress(parameters, is_left), map(weakref.ref, left), map(_version_of, left), strict=True)
 
     def as_left(self) -> list[Tensor]:
         """Parameters whose gradients are still the tensors that :meth:`unwrap_grads` noted, at the same versions."""
-        found = [(p, p.grad, version) for p, noted, version in self._left if p.grad is noted()]
-        return [p for p, gradient, version in found if gradient is not None and gradient._version == version]
+        return [
+            p
+            for p, noted, version in self._left
+            if (g := p.grad) is not None and g is noted() and g._version == version
+        ]
 
     def has_left(self) -> bool:
         """Whether a gradient that was applied is still in ``.grad``, or was released."""
@@ -243,11 +253,14 @@ class PassGradients:
     def clear_applied(self, *, is_replay: bool = False) -> None:
         """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
         has put them there, and not the loop. What the loop has put there or zeroed stays."""
-        cleared = self._take() + (list(self.applied.values()) if is_replay else self.as_left())
-        _set_grads(cleared, repeat(None))
+        cleared = (self._take() if self._handed.parameters else []) + (
+            list(self.applied.values()) if is_replay else self.as_left()
+        )
+        _run_all(map(_set_grad, cleared, repeat(None)))
         self._cleared += cleared
         self._left = []
-        self.reduced = {key: one for key, one in self.reduced.items() if key not in self.applied}
+        for key in self.applied:
+            self.reduced.pop(key, None)
         self.applied = {}
 
     @torch.no_grad()
@@ -274,10 +287,6 @@ class PassGradients:
         self._kept = None
         self.forget()
         self._cleared = []
-
-
-def _set_grads(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    deque(map(_set_grad, parameters, gradients), maxlen=0)  # A loop over hundreds of them takes twice as long.
 
 
 def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
@@ -317,10 +326,12 @@ class StepInputs:
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a group, so that equal dictionaries mean equal hyperparameters and the same parameters."""
-    values = {
-        key: value if type(value) in _PLAIN else _content(value) for key, value in group.items() if key != "params"
-    }
-    return values | {"params": list(map(id, group["params"]))}
+    values: dict[str, Any] = {"params": list(map(id, group["params"]))}
+    for key, value in group.items():
+        if key != "params":
+            is_plain = type(value) in _PLAIN or (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
+            values[key] = value if is_plain else _content(value)
+    return values
 
 
 def _content(value: Any) -> Any:

@@ -7,7 +7,7 @@ An update in backward steps the parameters of one bucket, and a sharded one the 
 state that it finds there. So a part is stepped by a *twin*: an object of the optimizer's own class that shares its
 attributes, ``state`` included, but whose groups list the part's parameters alone. LR schedulers, several groups and
 third-party optimizers just work, and ``foreach`` and ``fused`` kernels run once per part and group. Where the kernels
-are known, no twin is needed: see [Note: fused kernels].
+are known, no twin is needed: see [Note: functional optimizers].
 
 Many optimizers count their steps in ``group["step"]`` or in an attribute, and one step of the training loop is many
 calls of a twin's ``step``. So each part begins with the groups and attributes as they were when the step began. Parts
@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ from overlap._torch.optimizer import (
 )
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.stage import is_same_state
-from overlap.optim.kernels import FusedKernels, Split
+from overlap.optim.kernels import FunctionalStep, Split
 
 # What no part writes back: of the optimizer, and of a group.
 _SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
@@ -102,7 +103,7 @@ class SubsetStepper:
         self._splits: dict[tuple[int, ...], Split] = {}
         # The values that parts of the step under way have written, by the place of the group, or None for attributes.
         self._written: dict[int | None, dict[str, Any]] = {}
-        self._kernels = FusedKernels(optimizer)
+        self._kernels = FunctionalStep(optimizer)
         self.begin()
 
     def begin(self) -> None:
@@ -159,7 +160,7 @@ class SubsetStepper:
         """
         with self._lock:
             written, groups = self._written, self._optimizer.param_groups
-            rest = [place for place in range(len(groups)) if place not in written]
+            rest = list(filterfalse(written.__contains__, range(len(groups))))
             if rest and (not written or any(written[place] for place in written if place is not None)):
                 idle = [parameter for place in rest for parameter in groups[place]["params"]]
                 self._step([(place, {}) for place in rest], idle, [None] * len(idle), arguments)
