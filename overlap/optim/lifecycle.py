@@ -241,7 +241,7 @@ class Form:
     the loop's ``step()``, or if *automatic*, with the last bucket. A loop calls no ``step()`` of automatic updates.
     """
 
-    step: str
+    call: str
     """The loop's call of ``step()``."""
     deferred_code: str
     """How to write the deferred form."""
@@ -253,6 +253,13 @@ class Form:
     """Whether a second backward before ``step()`` adds up as in plain DDP, where all of ``.grad`` is the mean."""
     is_deferred: bool = False
     is_automatic: bool = False
+    owner: str = ""
+    """The optimizer, where its chain has several updates."""
+
+    @property
+    def step(self) -> str:
+        """The call of ``step()`` in messages."""
+        return f"{self.call} of {self.owner}" if self.owner else self.call
 
     @cached_property
     def outcome(self) -> Phase:
