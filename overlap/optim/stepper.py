@@ -29,7 +29,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import filterfalse
 from typing import Any
@@ -44,7 +44,6 @@ from overlap._torch.device import has_streams
 from overlap._torch.foreach import scale_
 from overlap._torch.optimizer import (
     global_step_hooks_suspended,
-    has_global_step_hooks,
     hook_attributes,
     is_around,
     no_step_hooks,
@@ -60,9 +59,9 @@ from overlap.optim.kernels import FunctionalStep, Split
 _SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
 _MEMBERS = frozenset({"params", "param_names"})
 _MISSING = object()
-_is_fused = operator.methodcaller("get", "fused")
 _grad_of = operator.attrgetter("grad")
 _first_of = operator.itemgetter(0)
+# Fused kernels do not; a weight that a later node of backward still needs is then autograd's own error.
 _raise_versions = torch.autograd.graph.increment_version
 
 
@@ -110,9 +109,6 @@ class SubsetStepper:
         """A new step begins: each parameter will be stepped at most once before the next call."""
         self.refresh()
         self._written = {}
-        self._is_fused = any(map(_is_fused, self._optimizer.param_groups))
-        self._has_global_hooks = has_global_step_hooks()
-        self._unhooked = unhooked_step(type(self._optimizer))
 
     def covers(self, parameter: Tensor) -> bool:
         """Whether the optimizer has ``parameter``, as of the last :meth:`begin` or :meth:`refresh`."""
@@ -185,19 +181,10 @@ class SubsetStepper:
         twin.param_groups = own = []
         for place, members in split:
             own.append({**groups[place], **members})
-        hooks = global_step_hooks_suspended() if self._has_global_hooks else nullcontext()
-        kept = list(map(_grad_of, parameters))
-        try:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            with hooks:
-                self._unhooked(twin, **arguments)
-        finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
+        with grads_replaced(parameters, gradients), global_step_hooks_suspended():
+            unhooked_step(cls)(twin, **arguments)
         self._note_written(split, twin)
-        if self._is_fused:  # A weight that a later node of backward still needs is then autograd's own error.
-            _raise_versions(parameters)
+        _raise_versions(parameters)
 
     def _note_written(self, split: Split, twin: Optimizer) -> None:
         """A part has been stepped: compare what it wrote to its groups and to attributes with the parts before it."""

@@ -216,7 +216,8 @@ class Update(UpdateStage, Generic[L]):
             await self.gather_parameters(bucket, layout)
 
     def plan(self, bucket: Bucket) -> Plan | None:
-        # As the coroutine, where no rank has to be asked anything.
+        # As the coroutine, where no rank has to be asked anything. The update runs when the next bucket arrives, or at
+        # the end of backward, as all that follows a collective does: not when its own reduction is complete.
         if self.finds_unused is not False:
             return None
         lifecycle, layout = self.lifecycle, self.layout_of(bucket)
@@ -267,6 +268,7 @@ class Update(UpdateStage, Generic[L]):
         join, is_left = active_join(bucket.group), self.leaves_update and not bucket.is_replay
         if not parameters or (is_left and not self.lifecycle.is_joining()):
             return None
+        # Join's adapter sets it for the replay of a rank that has gradients of its own, from under no_sync().
         if bucket.is_replay and not (join is not None and join.replays_own_gradients):
             local = [False] * len(parameters)
         else:
