@@ -126,8 +126,9 @@ class Update(UpdateStage, Generic[L]):
         self.before: Sequence[Stage] = ()
         """The stages before it in its chain."""
         self._transform_after: Stage | None = None
-        form = replace(form, is_deferred=bool(deferred))
-        self.lifecycle = UpdateLifecycle(form, clears=self.owns_gradient_of, optimizer=optimizer)
+        self.form = replace(form, is_deferred=bool(deferred))
+        """When and how it is made; as its lifecycle's, as the stage stands in its chain."""
+        self.lifecycle = UpdateLifecycle(self.form, clears=self.owns_gradient_of, optimizer=optimizer)
         # By the bucket's index, while the optimizer has this version.
         self._layouts: dict[int, L] = {}
         self._version: object = None
@@ -336,11 +337,6 @@ class Update(UpdateStage, Generic[L]):
     # What the other stages and the loop ask.
 
     @property
-    def form(self) -> Form:
-        """When and how it is made, as the stage stands in its chain."""
-        return self.lifecycle.form
-
-    @property
     def stepped(self) -> Optimizer:
         """The optimizer whose kernels make the update."""
         return self.optimizer.stepped
@@ -368,7 +364,7 @@ class Update(UpdateStage, Generic[L]):
         """Before this is registered: defer the update after all, unless ``deferred=False``, ``automatic`` or
         ``release_gradients`` rule that out."""
         if self._may_defer:
-            self.lifecycle.form = replace(self.form, is_deferred=True)
+            self.form = self.lifecycle.form = replace(self.form, is_deferred=True)
             self.lifecycle.outcome = self.form.outcome
 
     def check_skippable(self, context: StageContext) -> None:
@@ -428,7 +424,7 @@ class Update(UpdateStage, Generic[L]):
     def check_together(self, stages: Sequence[Stage]) -> None:
         updates = [stage for stage in stages if isinstance(stage, Update)]
         form = replace(self.form, owner=self.optimizer_name if len(updates) > 1 else "")
-        self.lifecycle.form = in_its_chain(form, self.before)
+        self.form = self.lifecycle.form = in_its_chain(form, self.before)
         self.lifecycle.others = [update.lifecycle for update in updates if update is not self]
         if self.releases_gradients:
             assert self.context is not None, "stages are attached before they are checked together"
