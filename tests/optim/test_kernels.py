@@ -204,8 +204,14 @@ def test_what_is_no_function_of_lists_is_left_to_the_class(name: str) -> None:
 
 @on_ranks(2)
 def test_every_form_equals_plain_ddp_also_after_loading(rank: int, world_size: int) -> None:
-    for cls, options in (MADE["AdamW, amsgrad"], MADE["SGD, Nesterov"]):
-        make = functools.partial(cls, **options, fused=True)
+    for name, kernels in (
+        ("AdamW, amsgrad", {"fused": True}),
+        ("SGD, Nesterov", {"fused": True}),
+        ("AdamW, amsgrad", {"foreach": True}),
+        ("SGD, Nesterov", {}),
+    ):
+        cls, options = MADE[name]
+        make = functools.partial(cls, **options, **kernels)
         for form in ("interleaved", "deferred", "zero", "zero deferred"):
             reference, plain = plain_ddp(MLP, make)
             ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -222,5 +228,5 @@ def test_every_form_equals_plain_ddp_also_after_loading(rank: int, world_size: i
                         entry.update({key: value / 2 for key, value in entry.items()})
                     plain.load_state_dict(copy.deepcopy(saved))
                     optimizer.load_state_dict(saved)
-                what = f"{cls.__name__}, {form}, step {step}"
+                what = f"{name}, {kernels}, {form}, step {step}"
                 assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=what)
