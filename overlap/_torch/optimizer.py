@@ -202,17 +202,12 @@ _suspensions = 0
 _suspended: tuple[Any, Any] = (None, None)
 
 
-def has_global_step_hooks() -> bool:
-    """Whether hooks were registered for all optimizers, or some code has suspended them."""
-    return bool(_suspensions or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks)
-
-
 @contextmanager
 def global_step_hooks_suspended() -> Iterator[None]:
     """Within it ``Optimizer.step`` runs no hooks that were registered for all optimizers: a step on a part of the
     parameters is not a step of the training loop."""
     global _suspensions, _suspended
-    if not has_global_step_hooks():
+    if not (_suspensions or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks):
         yield
         return
     with _suspending:

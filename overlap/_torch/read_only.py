@@ -105,11 +105,7 @@ class AppliedGradient(Tensor):
         *,
         is_readable: bool = True,
     ) -> Any:
-        made = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
-        made.plain, made.parameter, made.is_readable, made._terms = inner, parameter, is_readable, weakref.ref(terms)
-        return made
+        return around([inner], [like], [parameter], terms, is_readable=is_readable)[0]
 
     @property
     def terms(self) -> Terms:
@@ -204,6 +200,25 @@ class AppliedGradient(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         shown = repr(self.plain) if self.is_readable and self.plain is not None else f"shape={tuple(self.shape)}"
         return f"AppliedGradient({shown})"
+
+
+def around(
+    inners: Iterable[Tensor | None],
+    likes: Iterable[Tensor],
+    parameters: Iterable[weakref.ref[Tensor]],
+    terms: Terms,
+    *,
+    is_readable: bool,
+) -> list[AppliedGradient]:
+    """An :class:`AppliedGradient` for each, without a Python call for each."""
+    made, known = [], weakref.ref(terms)
+    for inner, like, parameter in zip(inners, likes, parameters, strict=True):
+        wrapper = Tensor._make_wrapper_subclass(
+            AppliedGradient, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        wrapper.plain, wrapper.parameter, wrapper.is_readable, wrapper._terms = inner, parameter, is_readable, known
+        made.append(wrapper)
+    return made
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[AppliedGradient]:

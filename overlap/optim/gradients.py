@@ -14,28 +14,52 @@ Local SGD without an update in backward is an ordinary optimizer, and only clear
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from overlap._torch.autograd import versions
-from overlap._torch.read_only import AppliedGradient, Terms
+from overlap._torch.read_only import AppliedGradient, Terms, around
 
-_NOT_KEPT: tuple[Any, Any] = (None, None)
+_grad_of = operator.attrgetter("grad")
+_is_view = operator.methodcaller("_is_view")
+_version_of = operator.attrgetter("_version")
+_plain_of = operator.attrgetter("plain")
+# A loop over hundreds of parameters takes twice as long.
+_run_all: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
+_set_grad: Any = vars(torch._C.TensorBase)["grad"].__set__
+_NOT_LEFT = frozenset({type(None), AppliedGradient})
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedOver:
+    """The gradients of a pass that were handed over, in wrappers."""
+
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    wrappers: list[AppliedGradient] = field(default_factory=list)
+    are_parts: bool = False
+
+    def are_there(self) -> list[bool]:
+        """Whether each wrapper still is in ``.grad``."""
+        return list(map(operator.is_, map(_grad_of, self.parameters), self.wrappers))
 
 
 class PassGradients:
     """Of which of an update's parameters the last backward reduced the gradients, and which have been applied.
 
-    The next forward clears a gradient that is still the tensor that ``step()`` left, at the same version; what the loop
-    has put there or zeroed stays.
+    These methods write ``.grad``, in the order of a step: :meth:`wrap_grads` after backward, :meth:`unwrap_grads` in
+    ``step()``, :meth:`clear_applied` in the next forward; and :meth:`note_zero_grad` and :meth:`clear_all` where the
+    loop or a failure comes between.
 
     Args:
         owns: whether the gradient of a parameter is this update's to clear.
@@ -56,14 +80,12 @@ class PassGradients:
         """By ``id``, those whose gradients were applied, and their memory released."""
         self.has_parts = False
         """Whether ``.grad`` is the mean only where this rank owns it, after the last backward."""
-        self._handed: list[tuple[Tensor, AppliedGradient]] = []
-        # By id of the parameter, those of gradients that come again in every pass, with what step() leaves for each.
-        self._kept: dict[int, tuple[AppliedGradient, Tensor]] = {}
-        self._passes = 0
-        # By id of the parameter, others that are not handed over.
-        self._spare: dict[int, AppliedGradient] = {}
-        # What step() left in .grad: parameters, gradients, their versions, and the views that some of them stand for.
-        self._left: list[tuple[Tensor, weakref.ref[Tensor], int, Tensor | None]] = []
+        self._handed = _HandedOver()
+        # The same of the pass before, if its gradients are DDP's views of its buckets, which come again in every pass.
+        self._kept: _HandedOver | None = None
+        self._is_first_pass = True
+        # The ordinary tensors that step() left in .grad, by parameter, and their versions.
+        self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
         # Parameters whose gradients a forward has cleared.
         self._cleared: list[Tensor] = []
 
@@ -73,12 +95,11 @@ class PassGradients:
         """A backward begins."""
         self.forget()
         self._cleared, self.unused = [], set()
-        self._passes += 1
 
     def forget(self) -> None:
         """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
         self.reduced, self.applied, self.released = {}, {}, set()
-        self._handed, self._left = [], []
+        self._handed, self._left = _HandedOver(), []
 
     def note_applied(self, parameters: Collection[Tensor]) -> None:
         """The gradients of these parameters, all of them this update's, have been applied."""
@@ -90,74 +111,72 @@ class PassGradients:
         """Give the loop the gradients that were applied, to be read; or where this rank has only a part of each,
         stand-ins for all that were reduced, which cannot be read. Nor can a released gradient.
 
-        A view of a bucket of DDP's is the same object in every pass, and so is what is handed over for it; the loop
-        sees the new values in what it has kept, as with plain DDP. DDP makes its buckets anew after the first pass:
-        what was kept for a view of that would hold the memory of the old ones.
+        Inside of a wrapper is not DDP's view of a bucket but another one of the same memory: DDP's share one version
+        counter, so that an edit of one, after ``step()``, would count for all. DDP takes either.
         """
-        parts, kept, spare = self.has_parts, self._kept, self._spare
-        for key, parameter in (self.reduced if parts else self.applied).items():
-            gradient = parameter.grad
-            wrapper, _ = kept.get(key, _NOT_KEPT)
-            if key in self.released:
-                gradient = None
-            elif gradient is None or ((wrapper is None or wrapper.plain is not gradient) and gradient.is_sparse):
-                continue
-            elif type(gradient) is AppliedGradient:  # Of the pass before, if no forward was seen that would clear it.
-                gradient = gradient.plain
-            if wrapper is None or wrapper.plain is not gradient:
-                kept.pop(key, None)
-                wrapper, like = spare.pop(key, None), parameter if gradient is None else gradient
-                if wrapper is None or wrapper.stride() != like.stride():
-                    wrapper = AppliedGradient(gradient, like, weakref.ref(parameter), self._terms)
-                wrapper.plain = gradient
-                if gradient is not None and self._passes > 1 and gradient._is_view():
-                    kept[key] = wrapper, gradient.data
-            wrapper.is_readable = not parts
-            parameter.grad = wrapper
-            self._handed.append((parameter, wrapper))
+        parameters = list((self.reduced if self.has_parts else self.applied).values())
+        gradients = list(map(_grad_of, parameters))
+        handed = self._kept
+        if (
+            handed is None
+            or handed.are_parts != self.has_parts
+            or not (_are_same(handed.parameters, parameters) and _are_same(handed.gradients, gradients))
+        ):
+            handed = self._wrapped(parameters, gradients)
+            # DDP makes its buckets anew after the first pass: what is kept of the old ones would hold their memory.
+            is_kept = not (self._is_first_pass or type(None) in map(type, handed.gradients))
+            self._kept = handed if is_kept and all(map(_is_view, handed.gradients)) else None
+        self._is_first_pass = False
+        _run_all(map(_set_grad, handed.parameters, handed.wrappers))
+        self._handed = handed
 
-    def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
-        """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
-        ``keeps_empty`` not where there is none inside. Returns the parameters."""
-        taken, kept = [], []
-        for parameter, wrapper in self._handed:
-            if parameter.grad is not wrapper:
+    def _wrapped(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> _HandedOver:
+        handed, inners, likes = _HandedOver(are_parts=self.has_parts), list[Tensor | None](), list[Tensor]()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None and id(parameter) not in self.released:
                 continue
-            if wrapper.plain is None and keeps_empty:
-                kept.append((parameter, wrapper))
-                continue
-            parameter.grad = wrapper.plain
-            taken.append(parameter)
-            # One that the loop has kept goes on showing its own gradient. To make another takes longer, and nothing but
-            # the count tells whether it was kept: CPython's, of a variable as in `_references_of_a_handed_one`.
-            if id(parameter) not in self._kept and sys.getrefcount(wrapper) == _REFERENCES:
-                wrapper.plain = None
-                self._spare[id(parameter)] = wrapper
-        self._handed = kept
-        return taken
+            inner = gradient
+            if type(gradient) is AppliedGradient:  # Of the pass before, if no forward was seen that would clear it.
+                inner = gradient.plain
+            elif gradient is not None and gradient._is_view():
+                inner = gradient.data
+            inners.append(inner)
+            likes.append(parameter if inner is None else inner)
+            handed.parameters.append(parameter)
+            handed.gradients.append(gradient)
+        references = map(weakref.ref, handed.parameters)
+        handed.wrappers.extend(around(inners, likes, references, self._terms, is_readable=not self.has_parts))
+        return handed
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Within it ``.grad`` are ordinary tensors; what this rank has only in part is handed over again afterwards."""
-        if self.has_parts:
-            self._take(keeps_empty=True)
+        handed = self._handed if self.has_parts else _HandedOver()
+        pairs = zip(handed.parameters, handed.wrappers, strict=True)
+        opened = [(p, wrapper) for p, wrapper in pairs if p.grad is wrapper and wrapper.plain is not None]
+        for parameter, wrapper in opened:
+            parameter.grad = wrapper.plain
         try:
             yield
         finally:
-            if self.has_parts:
-                self.wrap_grads()
+            for parameter, wrapper in opened:
+                if parameter.grad is wrapper.plain:
+                    parameter.grad = wrapper
 
     def take_replaced(self) -> list[Tensor]:
         """Parameters in whose ``.grad`` the loop has put something else than was handed over, each once; that counts as
         applied from now on, so that the next forward clears it."""
-        replaced: list[Tensor] = []
-        for parameter, wrapper in self._handed:
-            if parameter.grad is not wrapper:
-                replaced.append(parameter)
-        if replaced:
-            ids = set(map(id, replaced))
-            self._handed = [(p, wrapper) for p, wrapper in self._handed if id(p) not in ids]
-            self._left += [(p, weakref.ref(p.grad), p.grad._version, None) for p in replaced if p.grad is not None]
+        handed = self._handed
+        is_there = handed.are_there()
+        if all(is_there):
+            return []
+        still = zip(handed.parameters, handed.wrappers, strict=True)
+        self._handed = _HandedOver()
+        for parameter, wrapper in compress(still, is_there):
+            self._handed.parameters.append(parameter)
+            self._handed.wrappers.append(wrapper)
+        replaced = list(compress(handed.parameters, map(operator.not_, is_there)))
+        self._note_left(replaced)
         return replaced
 
     def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
@@ -168,52 +187,54 @@ class PassGradients:
         if not isinstance(moved, AppliedGradient):
             made = AppliedGradient(moved, moved, gradient.parameter, self._terms, is_readable=gradient.is_readable)
         parameter.grad = made
-        self._handed = [(p, made if p is parameter else wrapper) for p, wrapper in self._handed]
-        self._kept.pop(id(parameter), None)
-        self._spare.pop(id(parameter), None)
+        handed = self._handed
+        wrappers = [made if wrapper is gradient else wrapper for wrapper in handed.wrappers]
+        self._handed, self._kept = _HandedOver(handed.parameters, [], wrappers), None
 
     # From step() to the next forward.
 
     def unwrap_grads(self) -> None:
         """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none;
-        and note those that were applied as they are now, for the next forward to clear.
+        and note those that were applied as they are now, for the next forward to clear."""
+        self._left = []
+        taken = [] if self.has_parts or not self._handed.parameters else self._take(keeps_empty=True)
+        if len(taken) < len(self.applied):
+            done = set(map(id, taken))
+            for key, parameter in self.applied.items():
+                if key not in done:
+                    if (gradient := parameter.grad) is not None and gradient._is_view():
+                        parameter.grad = gradient.data  # See wrap_grads.
+                    taken.append(parameter)
+        self._note_left(taken)
 
-        Views of a bucket of DDP's share one version counter, so that an edit of one would count for all. So until then
-        other views take their place, each with a counter of its own.
-        """
-        self._left = left = []
-        handed, self._handed, done = self._handed, [], set[int]()
-        for pair in handed:
-            parameter, wrapper = pair
-            _, own = self._kept.get(id(parameter), _NOT_KEPT)
-            if own is None or self.has_parts or parameter.grad is not wrapper:
-                self._handed.append(pair)
-                continue
-            parameter.grad = own
-            left.append((parameter, weakref.ref(own), own._version, wrapper.plain))
-            done.add(id(parameter))
-        if not self.has_parts:
-            self._take(keeps_empty=True)
-        for key, parameter in self.applied.items() if len(done) < len(self.applied) else ():
-            gradient, view = parameter.grad, None
-            if key in done or gradient is None or type(gradient) is AppliedGradient:
-                continue
-            wrapper, own = self._kept.get(key, _NOT_KEPT)
-            if gradient is own:
-                view = wrapper.plain
-            elif gradient._is_view():
-                view, gradient = gradient, gradient.data
-                parameter.grad = gradient
-            left.append((parameter, weakref.ref(gradient), gradient._version, view))
+    def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
+        """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
+        ``keeps_empty`` not where there is none inside. Returns the parameters."""
+        handed, self._handed = self._handed, _HandedOver()
+        is_there = handed.are_there()
+        if keeps_empty and self.released:
+            for place, (parameter, wrapper) in enumerate(zip(handed.parameters, handed.wrappers, strict=True)):
+                if is_there[place] and wrapper.plain is None:
+                    is_there[place] = False
+                    self._handed.parameters.append(parameter)
+                    self._handed.wrappers.append(wrapper)
+        taken = list(compress(handed.parameters, is_there))
+        _run_all(map(_set_grad, taken, map(_plain_of, compress(handed.wrappers, is_there))))
+        return taken
+
+    def _note_left(self, parameters: Sequence[Tensor]) -> None:
+        gradients = list(map(_grad_of, parameters))
+        is_left = list(map(operator.not_, map(_NOT_LEFT.__contains__, map(type, gradients))))
+        left: list[Tensor] = list(compress(gradients, is_left))
+        self._left += zip(compress(parameters, is_left), map(weakref.ref, left), map(_version_of, left), strict=True)
 
     def as_left(self) -> list[Tensor]:
-        """Parameters whose gradients are still what :meth:`unwrap_grads` noted."""
-        found: list[Tensor] = []
-        for parameter, noted, version, _ in self._left:
-            gradient = parameter.grad
-            if gradient is not None and gradient is noted() and gradient._version == version:
-                found.append(parameter)
-        return found
+        """Parameters whose gradients are still the tensors that :meth:`unwrap_grads` noted, at the same versions."""
+        return [
+            p
+            for p, noted, version in self._left
+            if (g := p.grad) is not None and g is noted() and g._version == version
+        ]
 
     def has_left(self) -> bool:
         """Whether a gradient that was applied is still in ``.grad``, or was released."""
@@ -221,7 +242,7 @@ class PassGradients:
 
     def has_added_to_applied(self) -> bool:
         """Whether a backward may have added to applied gradients: ``.grad`` is still the tensor that was left."""
-        return any(p.grad is not None and p.grad is noted() for p, noted, _, _ in self._left)
+        return any(p.grad is not None and p.grad is noted() for p, noted, _ in self._left)
 
     def has_changed_applied(self) -> bool:
         """Whether the loop has changed a gradient since it was applied, or has put another in its place."""
@@ -229,21 +250,17 @@ class PassGradients:
         there = (p for p in self.applied.values() if p.grad is not None and id(p) not in left)
         return any(type(p.grad) is not AppliedGradient for p in there)
 
-    def clear_applied(self, *, is_replay: bool) -> None:
+    def clear_applied(self, *, is_replay: bool = False) -> None:
         """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
-        has put them there, and not the loop."""
-        handed = self._take() if self._handed else []
-        found = list(self.applied.values()) if is_replay else self.as_left()
-        for parameter in handed + found:
-            parameter.grad = None
-        self._cleared += handed + found
-        if len(found) < len(self._left):
-            self._put_views_back()
+        has put them there, and not the loop. What the loop has put there or zeroed stays."""
+        cleared = (self._take() if self._handed.parameters else []) + (
+            list(self.applied.values()) if is_replay else self.as_left()
+        )
+        _run_all(map(_set_grad, cleared, repeat(None)))
+        self._cleared += cleared
         self._left = []
-        if self.reduced.keys() <= self.applied.keys():
-            self.reduced = {}
-        else:
-            self.reduced = {key: one for key, one in self.reduced.items() if key not in self.applied}
+        for key in self.applied:
+            self.reduced.pop(key, None)
         self.applied = {}
 
     @torch.no_grad()
@@ -251,7 +268,6 @@ class PassGradients:
         """``zero_grad()`` is going to clear or zero all gradients; zeros belong where a forward has cleared some, too,
         if it ``restores`` them."""
         taken = self._take()
-        self._put_views_back()
         for parameter in () if set_to_none else taken + (self._cleared if restores else []):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -267,27 +283,14 @@ class PassGradients:
 
     def clear_for_good(self) -> None:
         """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
-        for parameter in (p for p in self.applied.values() if type(p.grad) is AppliedGradient):
-            parameter.grad = None
-        for parameter in (p for p, noted, _, _ in self._left if p.grad is noted()):
-            parameter.grad = None
-        self._put_views_back()
-        self._kept, self._spare = {}, {}
+        self.clear_applied()
+        self._kept = None
         self.forget()
         self._cleared = []
 
-    def _put_views_back(self) -> None:
-        for parameter, noted, _, view in self._left:
-            if view is not None and parameter.grad is not None and parameter.grad is noted():
-                parameter.grad = view
 
-
-def _references_of_a_handed_one() -> int:
-    """``sys.getrefcount`` in a loop over pairs of what nothing but the pair refers to."""
-    return next(sys.getrefcount(wrapper) for _, wrapper in [(None, object())])
-
-
-_REFERENCES = _references_of_a_handed_one()
+def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 class StepInputs:
@@ -323,12 +326,11 @@ class StepInputs:
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a group, so that equal dictionaries mean equal hyperparameters and the same parameters."""
-    values = {}
+    values: dict[str, Any] = {"params": list(map(id, group["params"]))}
     for key, value in group.items():
-        if type(value) in _PLAIN or (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
-            values[key] = value
-        else:
-            values[key] = list(map(id, value)) if key == "params" else _content(value)
+        if key != "params":
+            is_plain = type(value) in _PLAIN or (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
+            values[key] = value if is_plain else _content(value)
     return values
 
 

@@ -1,14 +1,14 @@
-"""The fused kernels of torch.optim's own classes, called for a part of the parameters without the optimizer's ``step``.
+"""The functional forms of torch.optim's own classes, for a part of the parameters, without the optimizer's ``step``.
 
-[Note: fused kernels]
+[Note: functional optimizers]
 
-``step`` sorts tensors by device and dtype and looks up the state of each parameter; for a bucket of six parameters that
-takes longer than the kernel. Where the class is ``Adam``, ``AdamW`` or ``SGD`` itself, a part has the same parameters
-in every step. So lists of them and of their entries in ``optimizer.state`` are kept, and the kernels are called as
+``step`` makes lists of its parameters, gradients and state, and calls a function of them: ``adam`` or ``sgd``, and with
+``fused=True`` a kernel, for which it sorts tensors by device and dtype. For a bucket of six parameters the lists take
+longer than that kernel. Where the class is ``Adam``, ``AdamW`` or ``SGD`` itself, a part has the same parameters in
+every step. So lists of them and of their entries in ``optimizer.state`` are kept, and the functions are called as
 ``step`` would call them. Once a step options are read, and lists are made anew if groups have other parameters or
 entries are other objects: after ``load_state_dict``, say. Tensors are taken out of the entries each time, so that state
-that the loop has moved elsewhere is not held. All else is left to ``step``; so is ``foreach=True``, which spends nine
-tenths of its time in its operators.
+that the loop has moved elsewhere is not held. All else is left to ``step``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from overlap._torch.foreach import add_one_, fused_adam_, fused_adamw_, fused_sgd_, subtract_
 from overlap._torch.optimizer import checks_devices, init_group, own_step, unhooked_step
@@ -31,7 +33,7 @@ Split = list[tuple[int, dict[str, Any]]]
 """The places of groups, with the entries of each that list its parameters."""
 
 _METHODS: Mapping[type[Optimizer], Any] = {cls: (unhooked_step(cls), init_group(cls)) for cls in (Adam, AdamW, SGD)}
-# The options of a group that the kernels take by the same name.
+# The options of a group that functions and kernels take by the same name.
 _OPTIONS: Mapping[type[Optimizer], tuple[str, ...]] = {
     Adam: ("amsgrad", "lr", "weight_decay", "eps", "maximize"),
     SGD: ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize"),
@@ -55,9 +57,10 @@ _NO_STATE = _taking(None)
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How the kernel is called for the parameters of a group."""
+    """How the function, or the fused kernel, is called for the parameters of a group."""
 
-    kernel: Callable[..., None]
+    function: Callable[..., None]
+    is_fused: bool
     options: dict[str, Any]
     state: tuple[Callable[[Any], Any] | None, ...]
 
@@ -73,8 +76,8 @@ class _Run:
     entries: list[dict[str, Any]]
 
 
-class FusedKernels:
-    """Those of one optimizer."""
+class FunctionalStep:
+    """That of one optimizer. See [Note: functional optimizers]."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -101,17 +104,24 @@ class FusedKernels:
             self._runs.clear()
 
     def _call_of(self, group: Mapping[str, Any]) -> _Call | None:
-        if not group["fused"] or group["differentiable"] or group.get("capturable"):
+        lr, is_fused = group["lr"], bool(group["fused"])
+        if group["differentiable"] or group.get("capturable") or (group["foreach"] and isinstance(lr, Tensor)):
             return None
         if type(self._optimizer) is SGD:
             options = {key: group[key] for key in _OPTIONS[SGD]}
-            return _Call(fused_sgd_, {**options, "is_first_step": False}, _MOMENTUM if group["momentum"] else _NO_STATE)
-        lr, (beta1, beta2) = group["lr"], group["betas"]
+            options |= {"is_first_step": False} if is_fused else {"foreach": group["foreach"], "fused": group["fused"]}
+            return _Call(
+                fused_sgd_ if is_fused else sgd, is_fused, options, _MOMENTUM if group["momentum"] else _NO_STATE
+            )
+        beta1, beta2 = group["betas"]
         if isinstance(beta1, Tensor) or isinstance(beta2, Tensor) or (isinstance(lr, Tensor) and not lr.is_cpu):
             return None
+        is_decoupled = group["decoupled_weight_decay"]
         options = {"beta1": beta1, "beta2": beta2, **{key: group[key] for key in _OPTIONS[Adam]}}
-        kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
-        return _Call(kernel, options, _LARGEST_MOMENTS if group["amsgrad"] else _MOMENTS)
+        if not is_fused:
+            options |= {key: group[key] for key in ("foreach", "fused", "decoupled_weight_decay")}
+        function = adam if not is_fused else fused_adamw_ if is_decoupled else fused_adam_
+        return _Call(function, is_fused, options, _LARGEST_MOMENTS if group["amsgrad"] else _MOMENTS)
 
     def step(
         self, key: tuple[int, ...], split: Split, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
@@ -142,6 +152,12 @@ class FusedKernels:
         self, call: _Call, parameters: list[Tensor], gradients: Sequence[Tensor], lists: list[list[Tensor]]
     ) -> None:
         found_inf, scale = map(self._optimizer.__dict__.get, ("found_inf", "grad_scale"))
+        if not call.is_fused:
+            with torch.no_grad():
+                call.function(
+                    parameters, list(gradients), *lists, **call.options, grad_scale=scale, found_inf=found_inf
+                )
+            return
         if found_inf is not None:
             found_inf = found_inf.to(parameters[0].device, non_blocking=True)
         if scale is not None:
@@ -149,7 +165,7 @@ class FusedKernels:
         counts = lists[-1] if len(lists) > 1 else []
         if counts:
             add_one_(counts)
-        call.kernel(parameters, gradients, *lists, **call.options, grad_scale=scale, found_inf=found_inf)
+        call.function(parameters, gradients, *lists, **call.options, grad_scale=scale, found_inf=found_inf)
         if found_inf is not None and counts:
             subtract_(counts, found_inf)
 

@@ -173,6 +173,8 @@ _LEFT_WITHOUT_STEP = Refusal(
     "before the loop ends"
 )
 
+_AS_BEFORE: Mapping[Phase, Phase | Refusal] = {phase: phase for phase in Phase}
+
 TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
     Event.FORWARD: {
         Phase.IDLE: Phase.IDLE,
@@ -214,17 +216,10 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
         Phase.STEPPED: Phase.IDLE,
         Phase.FAILED: Phase.IDLE,
     },
-    Event.LOAD: {
-        Phase.IDLE: Phase.IDLE,
-        Phase.BACKWARD: Phase.BACKWARD,
-        Phase.REDUCED: Phase.REDUCED,
-        Phase.APPLIED: _CANNOT_LOAD,
-        Phase.STEPPED: Phase.STEPPED,
-        Phase.FAILED: Phase.FAILED,
-    },
+    Event.LOAD: {**_AS_BEFORE, Phase.APPLIED: _CANNOT_LOAD},
     Event.FAILURE: dict.fromkeys(Phase, Phase.FAILED),
     Event.UPDATE_FAILURE: {
-        **{phase: phase for phase in Phase},  # What failed to be applied was the user's own.
+        **_AS_BEFORE,  # What failed to be applied was the user's own.
         Phase.REDUCED: Phase.FAILED,
         Phase.APPLIED: Phase.FAILED,
     },
@@ -241,7 +236,7 @@ class Form:
     the loop's ``step()``, or if *automatic*, with the last bucket. A loop calls no ``step()`` of automatic updates.
     """
 
-    step: str
+    call: str
     """The loop's call of ``step()``."""
     deferred_code: str
     """How to write the deferred form."""
@@ -253,6 +248,13 @@ class Form:
     """Whether a second backward before ``step()`` adds up as in plain DDP, where all of ``.grad`` is the mean."""
     is_deferred: bool = False
     is_automatic: bool = False
+    owner: str = ""
+    """The optimizer, where its chain has several updates."""
+
+    @property
+    def step(self) -> str:
+        """The call of ``step()`` in messages."""
+        return f"{self.call} of {self.owner}" if self.owner else self.call
 
     @cached_property
     def outcome(self) -> Phase:
@@ -549,10 +551,13 @@ class UpdateLifecycle(Terms):
         else:  # A whole gradient that cannot be read was released, perhaps in an earlier backward.
             is_released = attempt is Attempt.READ or id(parameter) in gradients.released
             message = _RELEASED_USED if is_released else _WRITTEN
-        name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
+        name = self._name_of(parameter)
         step = form.step if has_step else "the next forward"
         words = {"step": step, "deferred": form.deferred_code, "edits": form.edits}
         return TrainingLoopError(message.format(name=name + others, **words))
+
+    def _name_of(self, parameter: Tensor | None) -> str:
+        return "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
 
     # Terms: the loop uses a gradient that was handed over.
 
@@ -564,16 +569,15 @@ class UpdateLifecycle(Terms):
         own = self._optimizer
         if own is None or is_around(optimizer, own) or optimizer is own.stepped:
             return
-        parameter, instead = gradient.parameter(), f" and call {self.form.step}" * (not self.form.is_automatic)
-        name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
-        other, mine = type(optimizer).__name__, type(own.stepped).__name__
+        instead = "" if self.form.is_automatic else f" and call {self.form.step}"
+        other, mine, name = type(optimizer).__name__, type(own.stepped).__name__, self._name_of(gradient.parameter())
         raise TrainingLoopError(_ANOTHER_STEPS.format(other=other, name=name, own=mine, instead=instead))
 
     def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
         self.gradients.follow(gradient, moved)
-        if self.phase is Phase.APPLIED and (parameter := gradient.parameter()) is not None:
-            name = self.names.get(parameter, "a parameter")
-            self._moved = self._moved or f"{name} was moved to another dtype, device or memory format"
+        if self.phase is Phase.APPLIED and self._moved is None:
+            name = self._name_of(gradient.parameter())
+            self._moved = f"{name} was moved to another dtype, device or memory format"
 
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         raise self._error_for(gradient.parameter(), attempt)

@@ -8,6 +8,7 @@ without a stage is the same step, of gradients that the loop has averaged.
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ from overlap.optim.declared import check_nothing_before
 from overlap.optim.lifecycle import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase, refusals_told
 from overlap.optim.stepper import FoundInf, StepGuard, SubsetStepper, check_optimizer, grads_replaced, step_whole
 from overlap.optim.update import Update, UpdatedOptimizer, check_unscaled
+
+_lifecycle_of = operator.attrgetter("lifecycle")
+_phase_of = operator.attrgetter("phase")
+_verdict_of = operator.attrgetter("verdict")
 
 
 def evaluated(closure: Callable[[], Any]) -> Any:
@@ -74,7 +79,7 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
         updates, scaler = self.updates, FoundInf.given_to(self)
         refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in updates))
         Join.notify_join_context(self)
-        lifecycles = [update.lifecycle for update in updates]
+        lifecycles = list(map(_lifecycle_of, updates))
         with refusals_told(lifecycles):
             self._check_call(arguments)
             for update in updates if scaler.found_inf is not None else ():
@@ -88,11 +93,11 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
             pending = self._pending()
             for update in updates if pending else ():
                 update.lifecycle.check_reduced(pending, allows_zeros=not update.is_sharded)
-            phases = [lifecycle.phase for lifecycle in lifecycles]
+            phases = list(map(_phase_of, lifecycles))
             is_over = phases.count(Phase.STEPPED) == len(phases)
             for update in updates:
                 update.lifecycle.check_once(is_all=is_over and (update.is_sharded or not pending))
-            verdicts = [lifecycle.verdict for lifecycle in lifecycles]
+            verdicts = list(map(_verdict_of, lifecycles))
             verdict = verdicts[0] if len(verdicts) == 1 else FoundInf.of_any(verdicts)
             is_made = verdict.found_inf is None or not verdict.skips(self.stepped)
             try:
@@ -105,8 +110,10 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
                     lifecycle.on_update_failure()
                 raise
             mark_stepped(self)
+            if scaler.found_inf is not None:
+                verdict = FoundInf.of_any([verdict, scaler])
             for lifecycle in lifecycles:
-                lifecycle.on_step(pending, verdict=FoundInf.of_any([verdict, scaler]))
+                lifecycle.on_step(pending, verdict=verdict)
             if pending and is_made and updates and not updates[0].is_sharded:
                 known = {id(parameter) for lifecycle in lifecycles for parameter in lifecycle.names}
                 for parameter in pending if all(lifecycle.names for lifecycle in lifecycles) else ():

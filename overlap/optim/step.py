@@ -145,9 +145,8 @@ class Step(Update[StepLayout]):
     @torch.no_grad()
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         self.optimizer._apply(list(held), list(held.values()), self.lifecycle.verdict, {})
-        if any(group.get("fused") for group in self.optimizer.param_groups):
-            # Fused kernels do not; a weight that a later node of backward still needs is then autograd's own error.
-            torch.autograd.graph.increment_version(list(held))
+        # Fused kernels do not; a weight that a later node of backward still needs is then autograd's own error.
+        torch.autograd.graph.increment_version(list(held))
 
     def begin(self) -> None:
         optimizer = self.optimizer

@@ -7,7 +7,7 @@ An update in backward steps the parameters of one bucket, and a sharded one the 
 state that it finds there. So a part is stepped by a *twin*: an object of the optimizer's own class that shares its
 attributes, ``state`` included, but whose groups list the part's parameters alone. LR schedulers, several groups and
 third-party optimizers just work, and ``foreach`` and ``fused`` kernels run once per part and group. Where the kernels
-are known, no twin is needed: see [Note: fused kernels].
+are known, no twin is needed: see [Note: functional optimizers].
 
 Many optimizers count their steps in ``group["step"]`` or in an attribute, and one step of the training loop is many
 calls of a twin's ``step``. So each part begins with the groups and attributes as they were when the step began. Parts
@@ -29,8 +29,9 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -43,7 +44,6 @@ from overlap._torch.device import has_streams
 from overlap._torch.foreach import scale_
 from overlap._torch.optimizer import (
     global_step_hooks_suspended,
-    has_global_step_hooks,
     hook_attributes,
     is_around,
     no_step_hooks,
@@ -53,15 +53,15 @@ from overlap._torch.optimizer import (
 )
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.stage import is_same_state
-from overlap.optim.kernels import FusedKernels, Split
+from overlap.optim.kernels import FunctionalStep, Split
 
 # What no part writes back: of the optimizer, and of a group.
 _SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
 _MEMBERS = frozenset({"params", "param_names"})
 _MISSING = object()
-_is_fused = operator.methodcaller("get", "fused")
 _grad_of = operator.attrgetter("grad")
 _first_of = operator.itemgetter(0)
+# Fused kernels do not; a weight that a later node of backward still needs is then autograd's own error.
 _raise_versions = torch.autograd.graph.increment_version
 
 
@@ -102,16 +102,13 @@ class SubsetStepper:
         self._splits: dict[tuple[int, ...], Split] = {}
         # The values that parts of the step under way have written, by the place of the group, or None for attributes.
         self._written: dict[int | None, dict[str, Any]] = {}
-        self._kernels = FusedKernels(optimizer)
+        self._kernels = FunctionalStep(optimizer)
         self.begin()
 
     def begin(self) -> None:
         """A new step begins: each parameter will be stepped at most once before the next call."""
         self.refresh()
         self._written = {}
-        self._is_fused = any(map(_is_fused, self._optimizer.param_groups))
-        self._has_global_hooks = has_global_step_hooks()
-        self._unhooked = unhooked_step(type(self._optimizer))
 
     def covers(self, parameter: Tensor) -> bool:
         """Whether the optimizer has ``parameter``, as of the last :meth:`begin` or :meth:`refresh`."""
@@ -159,7 +156,7 @@ class SubsetStepper:
         """
         with self._lock:
             written, groups = self._written, self._optimizer.param_groups
-            rest = [place for place in range(len(groups)) if place not in written]
+            rest = list(filterfalse(written.__contains__, range(len(groups))))
             if rest and (not written or any(written[place] for place in written if place is not None)):
                 idle = [parameter for place in rest for parameter in groups[place]["params"]]
                 self._step([(place, {}) for place in rest], idle, [None] * len(idle), arguments)
@@ -184,19 +181,10 @@ class SubsetStepper:
         twin.param_groups = own = []
         for place, members in split:
             own.append({**groups[place], **members})
-        hooks = global_step_hooks_suspended() if self._has_global_hooks else nullcontext()
-        kept = list(map(_grad_of, parameters))
-        try:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            with hooks:
-                self._unhooked(twin, **arguments)
-        finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
+        with grads_replaced(parameters, gradients), global_step_hooks_suspended():
+            unhooked_step(cls)(twin, **arguments)
         self._note_written(split, twin)
-        if self._is_fused:  # A weight that a later node of backward still needs is then autograd's own error.
-            _raise_versions(parameters)
+        _raise_versions(parameters)
 
     def _note_written(self, split: Split, twin: Optimizer) -> None:
         """A part has been stepped: compare what it wrote to its groups and to attributes with the parts before it."""

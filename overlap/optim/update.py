@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import check_flag, digest, told
-from overlap._torch.ddp import is_to_rebuild
 from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
@@ -109,8 +108,6 @@ class Update(UpdateStage, Generic[L]):
         check_flag("release_gradients", release_gradients)
         if deferred is not None and not isinstance(deferred, bool):
             raise ConfigurationError(f"deferred is True, False or None, got {told(deferred)}")
-        self.form = replace(form, is_deferred=bool(deferred))
-        """As the stage was made; that of the lifecycle is as it stands in its chain."""
         if release_gradients and deferred:
             raise ConfigurationError(
                 "release_gradients=True gives a gradient back as soon as its bucket is updated, but deferred=True "
@@ -129,9 +126,9 @@ class Update(UpdateStage, Generic[L]):
         self.before: Sequence[Stage] = ()
         """The stages before it in its chain."""
         self._transform_after: Stage | None = None
+        self.form = replace(form, is_deferred=bool(deferred))
+        """When and how it is made; as its lifecycle's, as the stage stands in its chain."""
         self.lifecycle = UpdateLifecycle(self.form, clears=self.owns_gradient_of, optimizer=optimizer)
-        self._has_begun = False
-        """Whether a backward has begun since it was made."""
         # By the bucket's index, while the optimizer has this version.
         self._layouts: dict[int, L] = {}
         self._version: object = None
@@ -211,14 +208,17 @@ class Update(UpdateStage, Generic[L]):
             lifecycle.gradients.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
         parameters, gradients = self.gradients(bucket, layout, used)
         if self.form.is_deferred:
-            await self._update_together(bucket, parameters, gradients)
+            self.held.update(zip(parameters, gradients, strict=True))
+            await whole_pass()
+            await self._update_held(is_last=bucket.is_last)
         else:
             self.apply(layout, parameters, gradients)
         if self.is_sharded:
             await self.gather_parameters(bucket, layout)
 
     def plan(self, bucket: Bucket) -> Plan | None:
-        # As the coroutine, where no rank has to be asked anything.
+        # As the coroutine, where no rank has to be asked anything. The update runs when the next bucket arrives, or at
+        # the end of backward, as all that follows a collective does: not when its own reduction is complete.
         if self.finds_unused is not False:
             return None
         lifecycle, layout = self.lifecycle, self.layout_of(bucket)
@@ -249,11 +249,6 @@ class Update(UpdateStage, Generic[L]):
             layout = self._layouts[bucket.index] = self.make_layout(bucket)
         return layout
 
-    async def _update_together(self, bucket: Bucket, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
-        self.held.update(zip(parameters, gradients, strict=True))
-        await whole_pass()
-        await self._update_held(is_last=bucket.is_last)
-
     def _update_held(self, *, is_last: bool) -> Operation:
         if is_last:
             held, self.held = self.held, {}
@@ -274,6 +269,7 @@ class Update(UpdateStage, Generic[L]):
         join, is_left = active_join(bucket.group), self.leaves_update and not bucket.is_replay
         if not parameters or (is_left and not self.lifecycle.is_joining()):
             return None
+        # Join's adapter sets it for the replay of a rank that has gradients of its own, from under no_sync().
         if bucket.is_replay and not (join is not None and join.replays_own_gradients):
             local = [False] * len(parameters)
         else:
@@ -296,22 +292,10 @@ class Update(UpdateStage, Generic[L]):
     def before_forward(self) -> None:
         if self.release is not None:
             self.release.before_forward()
-        if not self._has_begun:
-            self._check_first_forward()
         self.lifecycle.on_forward()
-
-    def _check_first_forward(self) -> None:
-        """Raises: TrainingLoopError: DDP with static_graph would end in an internal assert."""
-        ddp = None if self.context is None or self.context.ddp is None else self.context.ddp()
-        if ddp is not None and ddp.static_graph and is_to_rebuild(ddp) and not ddp.require_backward_grad_sync:
-            raise TrainingLoopError(
-                "with static_graph=True the first backward of a DistributedDataParallel must be synchronized: run the "
-                "first forward and backward outside of ddp.no_sync()"
-            )
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.check_backward(is_replay=is_replay)
-        self._has_begun = True
         # A rank without inputs makes the update at once; those with inputs make it in step().
         is_skipped = bool(self.optimizer.blocks) and not is_replay
         self.lifecycle.on_backward(is_replay=is_replay, outcome=Phase.REDUCED if is_skipped else None)
@@ -363,7 +347,8 @@ class Update(UpdateStage, Generic[L]):
 
     @property
     def leaves_update(self) -> bool:
-        """Whether the update of the backward under way is left to the loop's ``step()``."""
+        """Whether the update of the backward under way is left to the loop's ``step()``: of a deferred one, and of any
+        that began inside of ``skip_update()``."""
         return self.lifecycle.outcome is Phase.REDUCED
 
     @property
@@ -429,7 +414,7 @@ class Update(UpdateStage, Generic[L]):
         if context.finds_unused and self.form.outcome is not Phase.REDUCED and has_streams(context.device):
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn which "
-                f"parameters no rank used; use {self.lifecycle.form.deferred_code}"
+                f"parameters no rank used; use {self.form.deferred_code}"
             )
         if self.releases_gradients:
             check_releasable(context, self)
@@ -437,9 +422,9 @@ class Update(UpdateStage, Generic[L]):
         self.lifecycle.attach(context)
 
     def check_together(self, stages: Sequence[Stage]) -> None:
-        form, updates = self.form, [stage for stage in stages if isinstance(stage, Update)]
-        step = form.step if len(updates) == 1 else f"{form.step} of {self.optimizer_name}"
-        self.lifecycle.form = without_adding_up(replace(form, step=step), self.before)
+        updates = [stage for stage in stages if isinstance(stage, Update)]
+        form = replace(self.form, owner=self.optimizer_name if len(updates) > 1 else "")
+        self.form = self.lifecycle.form = in_its_chain(form, self.before)
         self.lifecycle.others = [update.lifecycle for update in updates if update is not self]
         if self.releases_gradients:
             assert self.context is not None, "stages are attached before they are checked together"
@@ -473,9 +458,9 @@ def check_unscaled(transforms: Sequence[Stage]) -> None:
             )
 
 
-def without_adding_up(form: Form, before: Sequence[Stage]) -> Form:
+def in_its_chain(form: Form, before: Sequence[Stage]) -> Form:
     """``form`` of an update after the stages ``before``: where one edits gradients, such as a clip, a second backward
     would add to what is edited already, and is refused."""
     transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
     edits = any(not isinstance(stage, Transform) or stage.edits_gradients for stage in transforms)
-    return replace(form, adds_up=form.adds_up and not edits)
+    return replace(form, adds_up=not edits)

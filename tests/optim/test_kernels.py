@@ -1,5 +1,5 @@
-"""Optimizers of torch.optim whose fused kernels are called directly equal their own step() bit for bit, whatever the
-loop does to groups and state between steps: without DDP, and a few with it."""
+"""Optimizers of torch.optim whose functions and kernels are called directly equal their own step() bit for bit,
+whatever the loop does to groups and state between steps: without DDP, and a few with it."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ class _Derived(AdamW):
     """May override anything."""
 
 
-FUSED: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
+MADE: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 0.1}),
     "AdamW, amsgrad": (AdamW, {"lr": 0.1, "amsgrad": True}),
     "AdamW, maximize": (AdamW, {"lr": 0.1, "maximize": True, "eps": 1e-3}),
@@ -37,8 +37,6 @@ FUSED: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
 LEFT: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW, capturable": (AdamW, {"lr": 0.1, "fused": True, "capturable": True}),
     "AdamW, tensor betas": (AdamW, {"lr": 0.1, "fused": True, "betas": (torch.tensor(0.8), torch.tensor(0.9))}),
-    "AdamW, foreach": (AdamW, {"lr": 0.1, "foreach": True}),
-    "AdamW, one by one": (AdamW, {"lr": 0.1}),
     "a derived class": (_Derived, {"lr": 0.1, "fused": True}),
 }
 
@@ -89,6 +87,7 @@ EVENTS: Mapping[str, Callable[[Optimizer], None]] = {
     "momentum": _set(momentum=0.7, nesterov=False),
     "no momentum": _set(momentum=0.0, nesterov=False),
     "no fused kernel": _set(fused=False),
+    "foreach": _set(fused=False, foreach=True),
 }
 
 
@@ -153,7 +152,8 @@ def _compare(
             event(plain)
             event(optimizer)
             candidate.twins = 0
-        found_inf = {6: torch.tensor(1.0), 7: torch.tensor(0.0)}.get(step) if optimizer.defaults["fused"] else None
+        is_fused = bool(optimizer.defaults["fused"])
+        found_inf = {6: torch.tensor(1.0), 7: torch.tensor(0.0)}.get(step) if is_fused else None
         if found_inf is not None and any(group.get("momentum") for group in plain.param_groups):
             found_inf.zero_()  # SGD's kernel with momentum cannot skip.
         verdict = FoundInf(found_inf, None if found_inf is None else torch.tensor(4.0))
@@ -170,29 +170,33 @@ def _compare(
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # One is made, and stepped at once.
 @pytest.mark.parametrize("is_whole", [False, True], ids=["in parts", "whole"])
-@pytest.mark.parametrize("name", FUSED)
-def test_kernels_equal_the_step_of_the_class(name: str, is_whole: bool) -> None:
-    cls, options = FUSED[name]
+@pytest.mark.parametrize("kernels", [{"fused": True}, {"foreach": True}, {}], ids=["fused", "foreach", "one by one"])
+@pytest.mark.parametrize("name", MADE)
+def test_functions_equal_the_step_of_the_class(name: str, kernels: dict[str, bool], is_whole: bool) -> None:
+    cls, options = MADE[name]
+    has_tensor_lr = isinstance(options["lr"], Tensor)
+    if has_tensor_lr and "foreach" in kernels:
+        pytest.skip("torch.optim refuses a tensor as the lr of foreach")
     for event_name, event in EVENTS.items():
         what = f"{name}, {event_name}"
-        if "momentum" in event_name and cls is not SGD:
+        # A class that was not made with fused=True makes other state.
+        is_left_out = "fused" not in kernels and event_name == "no fused kernel"
+        if is_left_out or (event_name == "foreach" and has_tensor_lr) or ("momentum" in event_name and cls is not SGD):
             continue
-        candidate = _compare((cls, {**options, "fused": True}), event, what, is_whole=is_whole)
+        candidate = _compare((cls, {**options, **kernels}), event, what, is_whole=is_whole)
         # No twin but where there is no state yet; two parts are two.
-        lacks_state = event_name == "cleared state" or event_name == "momentum"
-        most = 8 if event_name == "no fused kernel" else 2 if lacks_state else 0
-        assert candidate.twins <= most, f"{what}: {candidate.twins} twins"
+        assert candidate.twins <= 2 * (event_name in ("cleared state", "momentum")), f"{what}: {candidate.twins} twins"
 
 
 def test_kernels_are_used_after_something_was_compiled() -> None:
     """The first ``torch.compile`` of a process wraps methods of every optimizer's class."""
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
-    cls, options = FUSED["AdamW"]
+    cls, options = MADE["AdamW"]
     assert not _compare((cls, {**options, "fused": True}), EVENTS["nothing"], "compiled", is_whole=False).twins
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_a_fused_kernel_is_left_to_the_class(name: str) -> None:
+def test_what_is_no_function_of_lists_is_left_to_the_class(name: str) -> None:
     for event_name in ("nothing", "load_state_dict"):
         candidate = _compare(LEFT[name], EVENTS[event_name], f"{name}, {event_name}", is_whole=True)
         assert candidate.twins == 8
@@ -200,8 +204,14 @@ def test_what_is_not_a_fused_kernel_is_left_to_the_class(name: str) -> None:
 
 @on_ranks(2)
 def test_every_form_equals_plain_ddp_also_after_loading(rank: int, world_size: int) -> None:
-    for cls, options in (FUSED["AdamW, amsgrad"], FUSED["SGD, Nesterov"]):
-        make = functools.partial(cls, **options, fused=True)
+    for name, kernels in (
+        ("AdamW, amsgrad", {"fused": True}),
+        ("SGD, Nesterov", {"fused": True}),
+        ("AdamW, amsgrad", {"foreach": True}),
+        ("SGD, Nesterov", {}),
+    ):
+        cls, options = MADE[name]
+        make = functools.partial(cls, **options, **kernels)
         for form in ("interleaved", "deferred", "zero", "zero deferred"):
             reference, plain = plain_ddp(MLP, make)
             ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -218,5 +228,5 @@ def test_every_form_equals_plain_ddp_also_after_loading(rank: int, world_size: i
                         entry.update({key: value / 2 for key, value in entry.items()})
                     plain.load_state_dict(copy.deepcopy(saved))
                     optimizer.load_state_dict(saved)
-                what = f"{cls.__name__}, {form}, step {step}"
+                what = f"{name}, {kernels}, {form}, step {step}"
                 assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=what)

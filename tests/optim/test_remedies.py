@@ -121,19 +121,6 @@ def never_clears(ddp: Any, optimizer: Any, rank: int) -> None:
         _loss(ddp, rank, step).backward()
 
 
-def local_first(ddp: Any, optimizer: Any, rank: int) -> None:
-    optimizer.zero_grad()
-    with ddp.no_sync():
-        _loss(ddp, rank, 9).backward()
-    accumulated(ddp, optimizer, rank)
-
-
-def local_later(ddp: Any, optimizer: Any, rank: int) -> None:
-    usual(ddp, optimizer, rank)
-    optimizer.zero_grad()
-    accumulated(ddp, optimizer, rank)
-
-
 def clips(ddp: Any, optimizer: Any, rank: int) -> None:
     usual(ddp, optimizer, rank, before_step=lambda ddp: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01))
 
@@ -227,10 +214,6 @@ ROWS = [
     Row("zero", lowers_rate, "use ZeroStep(zero, deferred=True)", "zero deferred"),
     *[Row(form, bypasses_after_step, "ddp(x)", remedy=usual) for form in ("interleaved", "deferred", "zero")],
     Row("hook", never_clears, "call zero_grad() before each backward", remedy=usual),
-    *[
-        Row(form, local_first, "run the first forward and backward outside of", remedy=local_later)
-        for form in ("interleaved static", "zero deferred static")
-    ],
     Row("zero", clips, "use chain(AllReduce(), ZeroStep(zero, deferred=True))", ZERO_WHOLE),
     Row("zero deferred", clips, "zero.clip_grad_norm_(max_norm) with ZeroStep(zero, def", ZERO_WHOLE, clips_by_zero),
     *[
@@ -264,14 +247,12 @@ class _Stepless:
 
 
 def _trained(form: str, loop: Loop, rank: int) -> list[torch.Tensor]:
-    ddp = wrap(
-        MLP.model(), **MLP.ddp_options(), gradient_as_bucket_view="released" in form, static_graph="static" in form
-    )
+    ddp = wrap(MLP.model(), **MLP.ddp_options(), gradient_as_bucket_view="released" in form)
     if form == "hook":
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), SGD.func, overlap_with_ddp=True, **SGD.keywords)
         ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))
     else:
-        optimizer = registered(form, ddp) if not form.startswith("plain") else SGD(ddp.parameters())
+        optimizer = registered(form, ddp) if form != "plain" else SGD(ddp.parameters())
     loop(ddp, _Stepless(optimizer) if "automatic" in form or form == "hook" else optimizer, rank)
     settle(optimizer)
     return [parameter.detach().clone() for parameter in ddp.parameters()]
@@ -286,8 +267,7 @@ def _rows(rank: int, world_size: int) -> list[str]:
         assert row.says in str(refusal.value), f"{cell}: {refusal.value}"
         told.append(str(refusal.value))
         remedy = row.remedy or row.loop
-        plain = "plain static" if "static" in row.form else "plain"
-        expected, got = _trained(plain, remedy, rank), _trained(row.with_form or row.form, remedy, rank)
+        expected, got = _trained("plain", remedy, rank), _trained(row.with_form or row.form, remedy, rank)
         assert all(map(torch.equal, expected, got)), cell
     return told
 

@@ -31,7 +31,7 @@ from overlap.optim.local_sgd.averager import Averager, MakeOptimizer
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.stepper import FoundInf, StepGuard
-from overlap.optim.update import without_adding_up
+from overlap.optim.update import in_its_chain
 
 _KEY = "local_sgd"
 
@@ -320,7 +320,7 @@ class _LocalSGDStage(Stage):
         return repr(self._local)
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
-        self.lifecycle.form = without_adding_up(self.lifecycle.form, before)
+        self.lifecycle.form = in_its_chain(self.lifecycle.form, before)
 
     def attach(self, context: StageContext) -> None:
         self._context = context
