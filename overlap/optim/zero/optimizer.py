@@ -40,6 +40,7 @@ from overlap.errors import (
 )
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import run_now
+from overlap.hooks.stage import follow
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join import Joinable
 from overlap.join.context import active_join, refuse_once_joined
@@ -49,8 +50,9 @@ from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.stepper import FoundInf, SubsetStepper, check_optimizer
 from overlap.optim.update import L, Update
+from overlap.optim.zero import exchange
 from overlap.optim.zero.checkpoint import ShardedState, packed
-from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
+from overlap.optim.zero.exchange import BucketShards, Gather, shards_of
 from overlap.optim.zero.shards import Owners, Shard, copy_from_masters, copy_options, flatten
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, are_alike, group_all_reduce, group_broadcast, of_all_ranks
@@ -189,7 +191,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self.overlap_with_ddp = overlap_with_ddp
         self._stepper = SubsetStepper(self.optim)
-        self.exchange = Exchange()
         self.has_joined = False
         """Whether this rank issues the collectives of a step after its last input, under a ``Join``."""
         # By ``id`` of a shard, how many values its state had when they were checked.
@@ -541,12 +542,12 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
             for shard in shards:
                 by_dtype[shard.parameter.dtype].append(shard.parameter)
-            found = [self.exchange.shards_of(parameters, self.shards) for parameters in by_dtype.values()]
-            self._buckets = [part for bucket in found if bucket is not None for part, _ in bucket.first_pass_chunks]
+            found = [shards_of(parameters, self.shards) for parameters in by_dtype.values()]
+            self._buckets = [part for bucket in found if bucket is not None for part, _ in bucket.parts]
             self._bucketed = bucketed
         gathers = [Gather(index=place, shards=bucket) for place, bucket in enumerate(self._buckets)]
         executor = executor_for(self.process_group, self.join_device)
-        run_now(gathers, lambda gather: self.exchange.gather(gather.shards, self.process_group), executor)
+        run_now(gathers, lambda gather: follow(exchange.gathering(gather.shards, self.process_group)), executor)
 
     def _finish_backward(self, pending: list[Tensor]) -> None:
         self.finish()

@@ -26,11 +26,12 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, all_reduce, chain, whole_pass
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.collectives import Operation
-from overlap.hooks.stage import Plan, UpdateStage
+from overlap.hooks.stage import Plan, UpdateStage, follow
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout
-from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduced
+from overlap.optim.zero import exchange
+from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduced, shards_of
 from overlap.optim.zero.optimizer import ShardedUpdate, ZeroRedundancyOptimizer
 from overlap.optim.zero.prefetch import ParameterPrefetch
 
@@ -73,8 +74,6 @@ class ReduceScatter(Stage):
                     f"ReduceScatter takes overlap.ZeroRedundancyOptimizers, got {described(zero)}; to average on every "
                     "rank use AllReduce()"
                 )
-        self.exchange = self.zeros[0].exchange
-        """How ranks exchange gradients."""
         # By the index of a bucket: its parameters, the versions of the optimizers', and its shards.
         self._found: dict[int, tuple[object, object, BucketShards | None]] = {}
 
@@ -104,12 +103,10 @@ class ReduceScatter(Stage):
                 )
 
     async def __call__(self, bucket: Bucket) -> None:
-        bucket = in_elements(bucket)
-        await self.exchange.reduce(bucket, self._shards_of(bucket))
+        await follow(self.plan(bucket))
 
-    def plan(self, bucket: Bucket) -> Plan | None:
-        is_by_messages = not has_streams(bucket.buffer.device)
-        return None if is_by_messages else self.exchange.reduction(in_elements(bucket), self._shards_of(bucket))
+    def plan(self, bucket: Bucket) -> Plan:
+        return exchange.reduction(in_elements(bucket), self._shards_of(bucket))
 
     def passed(self, bucket: Bucket) -> Bucket:
         return reduced(bucket, self._shards_of(bucket))
@@ -118,7 +115,7 @@ class ReduceScatter(Stage):
         versions = [zero.version for zero in self.zeros]
         found = self._found.get(bucket.index)
         if found is None or found[0] is not bucket.parameters or found[1] != versions:
-            shards = self.exchange.shards_of(bucket.parameters, *(zero.shards for zero in self.zeros))
+            shards = shards_of(bucket.parameters, *(zero.shards for zero in self.zeros))
             found = self._found[bucket.index] = bucket.parameters, versions, shards
         return found[2]
 
@@ -221,7 +218,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         return id(parameter) in self.optimizer.shards
 
     def make_layout(self, bucket: Bucket) -> ShardedLayout:
-        shards = self.optimizer.exchange.shards_of(bucket.parameters, self.optimizer.shards)
+        shards = shards_of(bucket.parameters, self.optimizer.shards)
         parameters = [] if shards is None else [shard.parameter for shard in shards]
         return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards)
 
@@ -229,7 +226,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         bucket = in_elements(bucket)
         self._note_arrived(bucket, layout)
         if not bucket.is_mean:
-            await self.optimizer.exchange.reduce(bucket, layout.shards)
+            await follow(exchange.reduction(bucket, layout.shards))
         return bucket
 
     def _note_arrived(self, bucket: Bucket, layout: ShardedLayout) -> None:
@@ -239,20 +236,15 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
     def plan(self, bucket: Bucket) -> Plan | None:
         # As the coroutine, where it is first in its chain and no rank has to be asked anything.
-        in_backward, on_streams = self.form.outcome is not Phase.REDUCED, has_streams(bucket.buffer.device)
-        if (
-            not on_streams
-            or self.finds_unused is not False
-            or bucket.is_mean
-            or (self.form.is_deferred and in_backward)
-        ):
+        in_backward = self.form.outcome is not Phase.REDUCED
+        if self.finds_unused is not False or bucket.is_mean or (self.form.is_deferred and in_backward):
             return None
-        layout, exchange = self.layout_of(bucket), self.optimizer.exchange
-        if (shards := layout.shards) is None or shards.whole:
+        layout = self.layout_of(bucket)
+        if (shards := layout.shards) is None:
             return None
         own = in_elements(bucket)
         parameters, gradients = self.gradients(own, layout, None)
-        fetch, unpack = exchange.gathering(shards, bucket.group) or (None, None)
+        gather = () if self._gathers_in_forward else self.gathering(shards)
 
         def update() -> Operation | None:
             self._note_arrived(bucket, layout)
@@ -261,12 +253,12 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
                 self._largest.look(gradients)
                 return whole_pass()
             self.apply(layout, parameters, gradients)
-            return fetch() if self._note_updated(layout) and fetch is not None else None
+            return gather[0]() if self._note_updated(layout) and gather else None
 
         def finish() -> Operation | None:
             if self.leaves_update:
                 return self._vote(bucket) if bucket.is_last else None
-            return unpack() if unpack is not None and not self._gathers_in_forward else None
+            return gather[1]() if gather else None
 
         return *exchange.reduction(own, shards), update, finish
 
@@ -308,7 +300,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
     async def gather_parameters(self, bucket: Bucket, layout: ShardedLayout) -> None:
         if layout.shards is not None and self._note_updated(layout):
-            await self.optimizer.exchange.gather(layout.shards, bucket.group)
+            await follow(self.gathering(layout.shards))
 
     def _note_updated(self, layout: ShardedLayout) -> bool:
         """The update was made, or left out; returns whether parameters are to be gathered now."""
@@ -356,11 +348,6 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         self._found_inf = None
         self.optimizer.begin()
 
-    def after_backward(self, *, failed: bool) -> str | None:
-        if self.releases_gradients or failed:
-            self.optimizer.exchange.trim()  # For the forward, as the buckets.
-        return super().after_backward(failed=failed)
-
     def conclude(self) -> None:
         self.lifecycle.gradients.has_parts = not self.has_whole_mean
         if self.leaves_update:
@@ -389,15 +376,20 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def end_step(self) -> None:
         self.optimizer.finish()
 
+    def gathering(self, shards: BucketShards) -> Plan:
+        """The functions that bring the new parameters of ``shards`` to all ranks, none or two."""
+        assert self.context is not None, "gathers run while the stage is attached"
+        return exchange.gathering(shards, self.context.group)
+
     # Gathers that do not run bucket by bucket in backward.
 
     def gather(self) -> None:
         assert self.context is not None, "gathers run while the stage is attached"
         gathers = self._gathers[::-1]  # The last bucket has the first layers, which the next forward needs first.
         if self._gathers_in_forward:
-            gathers = [replace(gather, shards=part) for gather in gathers for part in gather.shards.parts]
+            gathers = [replace(gather, shards=part) for gather in gathers for part, _ in gather.shards.parts]
         prefetch = self._prefetch if self._gathers_in_forward else ParameterPrefetch()
-        prefetch.begin(self.context, gathers, self.optimizer.exchange)
+        prefetch.begin(self.context, gathers, self.gathering)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
         if not self._gathers_in_forward or (self.optimizer.is_joining and not self.lifecycle.is_replay):
