@@ -45,6 +45,7 @@ from overlap.hooks.collectives import Operation, add_messages, broadcast_each, r
 from overlap.hooks.engine.wavefront import BackgroundTask
 from overlap.hooks.segments import can_be_sent, round_up, segment_multiple
 from overlap.hooks.stage import Plan
+from overlap.hooks.wires import Codec, Wire
 from overlap.optim.zero.shards import Shard
 
 # A message costs tens of microseconds, in which about 256 KB can be copied.
@@ -94,11 +95,13 @@ class BucketShards:
         self._own_sizes: list[int] = []
         for length, (_, shard) in zip(self._sizes, self._divided, strict=True):
             self._own_sizes += [shard.view.numel(), length - shard.view.numel()]
-        self._row_numel = round_up(sum(self._sizes), segment_multiple(first.parameter.device))
-        self._padding = self._row_numel - sum(self._sizes)
+        self.row_numel = round_up(sum(self._sizes), segment_multiple(first.parameter.device))
+        self._padding = self.row_numel - sum(self._sizes)
         if self._padding:
             self._sizes.append(self._padding)
             self._own_sizes.append(self._padding)
+        self.codec: Codec | None = None
+        """Of a rank's row, where parameters are gathered through a wire."""
 
     def __iter__(self) -> Iterator[Shard]:
         """The shards in the bucket's order, without the parameters that are not sharded."""
@@ -134,9 +137,9 @@ class BucketShards:
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Room for packed chunks, ``tensors`` themselves if they are such."""
         like = tensors[self._divided[0][0]]
-        if len(self._divided) == 1 and like.numel() == self.ranks * self._row_numel and can_be_sent(like):
-            return like.view(self.ranks, self._row_numel)
-        return like.new_empty(self.ranks, self._row_numel)
+        if len(self._divided) == 1 and like.numel() == self.ranks * self.row_numel and can_be_sent(like):
+            return like.view(self.ranks, self.row_numel)
+        return like.new_empty(self.ranks, self.row_numel)
 
     def _are_in(self, rows: Tensor, tensors: Sequence[Tensor]) -> bool:
         return rows.data_ptr() == tensors[self._divided[0][0]].data_ptr()
@@ -153,7 +156,24 @@ class BucketShards:
         if self._are_in(rows, tensors):
             return [], []
         chunks = [tensors[place][slice(*shard.range)] for place, shard in self._divided]
-        return chunks, list(rows[self.rank].split_with_sizes(self._own_sizes)[: 2 * len(chunks) : 2])
+        return chunks, self._own_places(rows[self.rank])
+
+    def _own_places(self, row: Tensor) -> list[Tensor]:
+        return list(row.split_with_sizes(self._own_sizes)[: 2 * len(self._divided) : 2])
+
+    def pack_masters(self, row: Tensor) -> None:
+        """Copy the masters of this rank's chunks to its ``row``."""
+        each = zip(self._divided, self._own_places(row), strict=True)
+        masters = [(own.detach().view(-1), place) for (_, shard), place in each if (own := shard.own) is not None]
+        copy_all([place for _, place in masters], [own for own, _ in masters])
+
+    def note_published(self) -> None:
+        """Keep this rank's chunks as they are in the parameters, which masters do not round to."""
+        for _, shard in self._divided:
+            if shard.published is None:
+                shard.published = torch.empty_like(shard.view)
+        published = [(one, shard.view) for _, shard in self._divided if (one := shard.published) is not None]
+        copy_all([one for one, _ in published], [view for _, view in published])
 
     def unpack(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copy the chunks of all ranks from ``rows``."""
@@ -299,6 +319,28 @@ def gathering(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
     if not shards.on_streams:
         return _gather_by_messages(shards, group)
     return *_gather_rows(shards, group), *_each(broadcast_each, shards.flats, shards, group)
+
+
+def gathering_through(wire: Wire, shards: BucketShards, group: dist.ProcessGroup) -> Plan:
+    """As :func:`gathering`, of masters of parameters that are divided, in one message a rank that ``wire`` encodes. The
+    owner takes its own values as the others decode them, so all ranks have the same bits."""
+    codec = shards.codec = shards.codec or wire.codec(shards.row_numel)
+    ranks, rank, device, encoded = shards.ranks, shards.rank, shards.flats[0].device, list[Tensor]()
+
+    def encode() -> Operation:
+        row = torch.zeros(1, shards.row_numel, dtype=torch.float32, device=device)
+        shards.pack_masters(row[0])
+        encoded.append(messages := torch.empty(ranks, codec.message_bytes, dtype=torch.uint8, device=device))
+        codec.encode_rows(row, messages[rank : rank + 1])
+        return all_gather(messages.view(-1), messages[rank], group=group)
+
+    def decode() -> None:
+        rows = torch.empty(ranks, shards.row_numel, dtype=torch.float32, device=device)
+        codec.decode_rows(encoded.pop(), rows)
+        shards.unpack(rows.to(shards.flats[0].dtype), shards.flats)
+        shards.note_published()
+
+    return (encode, decode) if shards.are_divided else ()
 
 
 def _each(

@@ -42,6 +42,7 @@ from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import run_now
 from overlap.hooks.stage import follow
 from overlap.hooks.transforms.clip import Clipping, in_model_order
+from overlap.hooks.wires import Wire
 from overlap.join import Joinable
 from overlap.join.context import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
@@ -65,6 +66,8 @@ class ShardedUpdate(Update[L]):
 
     has_whole_mean = False
     """Whether a reducer before the stage has left the mean in all of ``.grad``."""
+    gather_wire: Wire | None = None
+    """How new parameters are encoded, which each rank, the owner as well, then gets from a gather."""
 
     @abstractmethod
     def gather(self) -> None:
@@ -97,7 +100,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         partition: ``"element"`` cuts every parameter into equal chunks; ``"parameter"`` gives whole parameters to
             ranks, balanced by size. ``None`` takes the unit in which ``optimizer_class`` is known, or was declared, to
             update.
-        master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
+        master_dtype: update a copy of each chunk in this dtype, if it is the parameter's or wider, such as
             ``torch.float32`` for ``bfloat16`` parameters.
         **defaults: arguments of ``optimizer_class``.
 
@@ -209,7 +212,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Make an optimizer of one element of each parameter, before ranks meet, so that what is wrong is raised."""
 
         def one_element(p: Tensor) -> Tensor:
-            shape, dtype = (1,) * p.dim(), self._stepped_dtype(p)
+            shape, dtype = (1,) * p.dim(), self.master_dtype_of(p) or p.dtype
             return torch.zeros(shape, dtype=dtype, device=p.device, requires_grad=p.requires_grad)
 
         tried = self._make([{**group, "params": list(map(one_element, group["params"]))} for group in groups])
@@ -217,10 +220,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         _check_own_step(tried)
         check_one_eps(tried, instead=_INSTEAD)
 
-    def _stepped_dtype(self, parameter: Tensor) -> torch.dtype:
-        """That of its master, if ``master_dtype`` is wider than its own."""
-        own, wide = parameter.dtype, self._master_dtype
-        return wide if wide is not None and own.is_floating_point and wide.itemsize > own.itemsize else own
+    def master_dtype_of(self, parameter: Tensor) -> torch.dtype | None:
+        """That of its master; ``None`` if it has none."""
+        own, given = parameter.dtype, self._master_dtype
+        is_kept = given is not None and own.is_floating_point and (given == own or given.itemsize > own.itemsize)
+        return given if is_kept else None
 
     @classmethod
     def from_optimizer(
@@ -352,7 +356,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             self.shards[id(p)] = Shard(
                 p,
                 name=name,
-                dtype=self._stepped_dtype(p),
+                master_dtype=self.master_dtype_of(p),
                 rank=self.rank,
                 ranks=self.world_size,
                 owner=owners.get(id(p)),
@@ -432,7 +436,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             if own is not None and not shard.is_whole and len(state.get(own, ())) != sizes.get(id(shard)):
                 check_divisible(self.optim, shard, state.get(own, {}), own.shape)
                 sizes[id(shard)] = len(state.get(own, ()))
-        if masters:
+        if masters and (self._stage is None or self._stage.gather_wire is None):
             copy_from_masters(masters)
 
     def finish(self, **arguments: Any) -> None:

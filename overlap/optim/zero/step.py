@@ -27,6 +27,7 @@ from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, a
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.collectives import Operation
 from overlap.hooks.stage import Plan, UpdateStage, follow
+from overlap.hooks.wires import TopK, Wire
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout
@@ -149,6 +150,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
             ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
             call ``zero.wait()`` before you read one that you hold yourself.
+        gather_wire: gather parameters in fewer bytes, encoded by ``BFloat16()`` or ``Int8()``, from masters. They are
+            the same on all ranks, but not those of plain DDP; the masters, from which updates go on, are never rounded.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
         release_gradients: free a bucket's memory as soon as it is updated and gathered. ``.grad`` cannot be read after
             backward. Needs ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
@@ -158,8 +161,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         ranks know of a gradient that is not finite.
 
     Raises:
-        ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
-            model does not have.
+        ConfigurationError: an argument is out of range, ``gather_wire`` lacks masters or is given with
+            ``partition="parameter"``, or (at registration) the optimizer has parameters that the model does not have.
         TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
 
     >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
@@ -178,6 +181,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         *,
         deferred: bool | None = None,
         gather: str = "backward",
+        gather_wire: Wire | None = None,
         automatic: bool = False,
         release_gradients: bool = False,
     ) -> None:
@@ -190,6 +194,9 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         if not is_one_of(gather, "backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {told(gather)}")
         check_flag("automatic", automatic)
+        if gather_wire is not None:
+            _check_wire(gather_wire, zero, {shard.parameter: shard.name for shard in zero.shards.values()})
+        self.gather_wire = gather_wire
         super().__init__(
             zero,
             Form(
@@ -379,6 +386,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def gathering(self, shards: BucketShards) -> Plan:
         """The functions that bring the new parameters of ``shards`` to all ranks, none or two."""
         assert self.context is not None, "gathers run while the stage is attached"
+        if self.gather_wire is not None:
+            return exchange.gathering_through(self.gather_wire, shards, self.context.group)
         return exchange.gathering(shards, self.context.group)
 
     # Gathers that do not run bucket by bucket in backward.
@@ -452,6 +461,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def check_added(self, names: Mapping[Tensor, str]) -> None:
         if self.context is not None and self.context.names is not None:
             check_covered(names, self.context.names)
+        if self.gather_wire is not None:
+            _check_wire(self.gather_wire, self.optimizer, names)
 
     def detach(self) -> None:
         super().detach()
@@ -464,6 +475,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             self.optimizer_name,
             "deferred" if self.form.is_deferred else "interleaved",
             self._gathers_in_forward and "gather in forward",
+            self.gather_wire is not None and f"gather_wire={self.gather_wire!r}",
             self.form.is_automatic and "automatic",
             self.releases_gradients and "release_gradients=True",
         ]
@@ -477,6 +489,26 @@ def check_covered(names: Mapping[Tensor, str], model: Collection[Tensor]) -> Non
         raise ConfigurationError(
             f"{len(outside)} of {len(names)} parameters of the ZeroRedundancyOptimizer are not trained by this "
             f"model, the first is {outside[0]}: build it from this model's ddp.parameters()"
+        )
+
+
+def _check_wire(wire: object, zero: ZeroRedundancyOptimizer, names: Mapping[Tensor, str]) -> None:
+    """Raises: ConfigurationError: parameters with these ``names`` cannot be gathered through ``wire``."""
+    if not isinstance(wire, Wire) or isinstance(wire, TopK) or wire.is_stochastic:
+        raise ConfigurationError(
+            f"gather_wire is a wire that sends every value and rounds to nearest, such as BFloat16() or Int8(), got "
+            f"{told(wire)}"
+        )
+    if zero.partition == "parameter":
+        raise ConfigurationError(
+            f"gather_wire={wire!r} encodes chunks of parameters, but partition='parameter' sends whole ones: use "
+            "ZeroRedundancyOptimizer(..., partition='element') with an optimizer such as AdamW, or leave gather_wire "
+            "out"
+        )
+    if lacking := [name for p, name in names.items() if zero.master_dtype_of(p) is None]:
+        raise ConfigurationError(
+            f"gather_wire={wire!r} rounds parameters on their way, and {lacking[0]} has no master to update from: use "
+            "ZeroRedundancyOptimizer(..., master_dtype=torch.float32)"
         )
 
 

@@ -65,7 +65,7 @@ def test_a_bucket_is_cut_as_its_parameters_are(
     with streams_replaced(IdleStreams()) if on_streams else nullcontext():
         for tensor in tensors:
             owner = owners.get(id(tensor))
-            shards.append(Shard(tensor, name="", dtype=torch.float32, rank=rank, ranks=ranks, owner=owner))
+            shards.append(Shard(tensor, name="", master_dtype=None, rank=rank, ranks=ranks, owner=owner))
     kept = [None if place == left_out and len(numels) > 1 else shard for place, shard in enumerate(shards)]
     with streams_replaced(IdleStreams()) if on_streams else nullcontext():
         bucket = BucketShards(kept, numels)
