@@ -53,7 +53,7 @@ from overlap.optim.stepper import FoundInf, SubsetStepper, check_optimizer
 from overlap.optim.update import L, Update
 from overlap.optim.zero import exchange
 from overlap.optim.zero.checkpoint import ShardedState, packed
-from overlap.optim.zero.exchange import BucketShards, Gather, shards_of
+from overlap.optim.zero.exchange import BucketShards, Gather
 from overlap.optim.zero.shards import Owners, Shard, copy_from_masters, copy_options, flatten
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, are_alike, group_all_reduce, group_broadcast, of_all_ranks
@@ -198,9 +198,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Whether this rank issues the collectives of a step after its last input, under a ``Join``."""
         # By ``id`` of a shard, how many values its state had when they were checked.
         self._checked_state: dict[int, int] = {}
-        # The buckets in which step() gathers without a stage, and the parameters in them.
-        self._buckets: list[BucketShards] = []
-        self._bucketed: tuple[int, ...] = ()
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
         self._layout = _layout_of(self.param_groups)
@@ -541,15 +538,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         torch.autograd.graph.increment_version([shard.parameter for shard in self.shards.values()])
         # As after a backward, in buckets of all trainable parameters, and of others that had a gradient.
         stepped = set(map(id, parameters))
-        shards = [s for s in self.shards.values() if s.parameter.requires_grad or id(s.parameter) in stepped]
-        if (bucketed := tuple(map(id, shards))) != self._bucketed:
-            by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-            for shard in shards:
-                by_dtype[shard.parameter.dtype].append(shard.parameter)
-            found = [shards_of(parameters, self.shards) for parameters in by_dtype.values()]
-            self._buckets = [part for bucket in found if bucket is not None for part, _ in bucket.parts]
-            self._bucketed = bucketed
-        gathers = [Gather(index=place, shards=bucket) for place, bucket in enumerate(self._buckets)]
+        by_dtype: defaultdict[torch.dtype, list[Shard]] = defaultdict(list)
+        for shard in self.shards.values():
+            if shard.parameter.requires_grad or id(shard.parameter) in stepped:
+                by_dtype[shard.parameter.dtype].append(shard)
+        buckets = [BucketShards(alike, [one.parameter.numel() for one in alike]) for alike in by_dtype.values()]
+        parts = [part for bucket in buckets for part, _ in bucket.parts]
+        gathers = [Gather(index=place, shards=part) for place, part in enumerate(parts)]
         executor = executor_for(self.process_group, self.join_device)
         run_now(gathers, lambda gather: follow(exchange.gathering(gather.shards, self.process_group)), executor)
 
