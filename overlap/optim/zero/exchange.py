@@ -156,14 +156,11 @@ class BucketShards:
         if self._are_in(rows, tensors):
             return [], []
         chunks = [tensors[place][slice(*shard.range)] for place, shard in self._divided]
-        return chunks, self._own_places(rows[self.rank])
-
-    def _own_places(self, row: Tensor) -> list[Tensor]:
-        return list(row.split_with_sizes(self._own_sizes)[: 2 * len(self._divided) : 2])
+        return chunks, list(rows[self.rank].split_with_sizes(self._own_sizes)[: 2 * len(chunks) : 2])
 
     def pack_masters(self, row: Tensor) -> None:
         """Copy the masters of this rank's chunks to its ``row``."""
-        each = zip(self._divided, self._own_places(row), strict=True)
+        each = zip(self._divided, row.split_with_sizes(self._own_sizes)[::2], strict=False)  # Without the padding.
         masters = [(own.detach().view(-1), place) for (_, shard), place in each if (own := shard.own) is not None]
         copy_all([place for _, place in masters], [own for own, _ in masters])
 
