@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,56 @@ def picture(title: str, lines: list[Line], unit: str, reference: tuple[str, floa
     return "\n".join([*parts, "</svg>", ""])
 
 
+def curves(title: str, page: str, heading: str, names: dict[str, tuple[str, str]]) -> str:
+    """Operators against ranks, from the table of ``page`` after ``heading``, on logarithmic axes: the row of each of
+    ``names``, drawn in its kind and with its label at the end."""
+    height, bottom, ranks = 420, 370, (8, 64, 512, 4096)
+
+    def x(number: int) -> int:
+        return round(LEFT + 44 + (WIDTH - LEFT - 280) * math.log(number / 8) / math.log(512))
+
+    def y(value: float) -> int:
+        return round(bottom - (bottom - TOP - 30) * math.log(value) / math.log(2000))
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
+        f"<title>{title}</title>\n<style>{STYLE}\n</style>",
+        f'<rect class="ground" width="{WIDTH}" height="{height}"/>',
+        f'<text class="small" x="{LEFT}" y="34">{title}</text>',
+        *(f'<text class="small" x="{x(one)}" y="{bottom + 34}" text-anchor="middle">{one}</text>' for one in ranks),
+        *(f'<text class="small" x="{LEFT}" y="{y(one) + 7}">{one}</text>' for one in (10, 100, 1000)),
+    ]
+    for name, (kind, label) in names.items():
+        found = [float(value.replace(",", "")) for value in cells(page, heading, name)[1].split(" / ")]
+        values = found * len(ranks) if len(found) == 1 else found
+        points = [(x(number), y(value)) for number, value in zip(ranks, values, strict=False)]
+        drawn = " ".join(f"{across},{up}" for across, up in points)
+        across, up = points[-1]
+        parts += [
+            f'<polyline class="{kind}" points="{drawn}" fill="none" stroke-width="4"/>',
+            f'<text x="{across + 10}" y="{up + 7}">{label}</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def figures() -> dict[str, str]:
+    scale = ("scale.md", "<!-- scale -->")
+    return {
+        **bars(),
+        "scale.svg": curves(
+            "Operators a bucket against ranks, simulated",
+            *scale,
+            {
+                "AllReduce": ("ddp", "AllReduce()"),
+                "ZeroStep": ("first", "ZeroStep(zero)"),
+                re.escape("Quantize(Int8())"): ("second", "Quantize(Int8())"),
+                re.escape("GatherQuantized(512)"): ("torch", "GatherQuantized(512)"),
+            },
+        ),
+    }
+
+
+def bars() -> dict[str, str]:
     """What each file is to contain."""
     step = ("reports/step-times.md", "## The run of the front page")
     race = ("reports/races.md", "**digits, 2 ranks, links of 100mbit")

@@ -14,9 +14,9 @@ ranks talk in the key-value store that the group was made with:
   words. Where a collective fails and the board is empty, as after a kill, the backend's error says so.
 
 Boards are named by what is the same on every rank: how often ranks have agreed on the group, and how often a
-registration has connected. So an old report is never taken for a new one, and nothing is ever taken back. When
-ranks have agreed, all have closed the boards that they used before in the program's order, and each deletes what it
-wrote there. What a registration or a Join wrote to connect stays: some hundred bytes a rank.
+registration has connected. So an old report is never taken for a new one, and nothing is ever taken back. A rank that
+has its answer deletes it, and its own value, which rank 0 has read by then. What a registration or a Join wrote to
+connect stays: some ten bytes.
 
 A rank asks the store equally often whatever their number: the last one to come says that all are there, rank 0 reads
 and answers all by one request each, and looks for those that are late when the timeout is over.
@@ -94,8 +94,6 @@ class _Ranks:
         self.watched: Board | None = None
         """The board of the Join whose block this process is in."""
         self.boards: WeakSet[Board] = WeakSet()
-        self.closed: list[Board] = []
-        """Boards that this rank has closed: all have when they agree again."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> _Ranks:
@@ -180,7 +178,6 @@ class Board:
         self._prefix = f"overlap/{name}"
         self._client = self._ranks.store_of(group)
         self._store: Any = PrefixStore(self._prefix, self._client)
-        self._written: list[str] = []
         self.disconnect: WeakMethod[Callable[[], None]] | None = None
         """Called where the block of a Join has failed, in which ranks may have abandoned this board's connections."""
         self._ranks.boards.add(self)
@@ -215,7 +212,6 @@ class Board:
 
     def write(self, key: str, value: Any) -> None:
         """Write ``value``, which JSON can hold. Raises: CollectiveError: the store cannot be reached."""
-        self._written.append(key)
         self._call(lambda: self._store.set(key, json.dumps(value)))
 
     def watch(self) -> None:
@@ -223,33 +219,25 @@ class Board:
         self._ranks.watched = self
 
     def close(self, *, has_failed: bool = False) -> None:
-        """This rank uses the board no more: what it wrote is deleted when all ranks agree again.
-
-        With ``has_failed`` the connections of the group's other boards are made anew.
-        """
+        """This rank watches the board no more; with ``has_failed`` the connections of the group's other boards are made
+        anew."""
         for board in list(self._ranks.boards) if has_failed else ():
             if board.disconnect is not None and (disconnect := board.disconnect()) is not None:
                 disconnect()
-        self._ranks.closed.append(self)
         if self._ranks.watched is self:
             self._ranks.watched = None
-
-    def delete(self) -> None:
-        """Delete what this rank has written. Never raises: the host may have ended."""
-        written, self._written = self._written, []
-        with contextlib.suppress(RuntimeError):
-            self._call(lambda: [self._store.delete_key(key) for key in written])
 
     def agree(self, what: str, value: Any = None, decide: _Decide = _decide_nothing, *, purpose: str) -> Any:
         """As :meth:`Agreement.agree`; ``purpose`` ends the sentence about ranks that are late."""
         self.write(f"{what}/{self.rank}", value)
         if self._call(lambda: self._store.add(f"{what}/count", 1)) == self.size:
-            self._written.append(f"{what}/count")
             self.write(f"{what}/all", None)
         if self.rank == 0:
             self._answer(what, decide, purpose)
         kind, answer = json.loads(self._wait_for(f"{self.rank}/answer", what, purpose))
-        self._written.append(f"{what}/{self.rank}/answer")
+        mine = [f"{self.rank}", f"{self.rank}/answer", *(() if self.rank else ("count", "all"))]
+        with contextlib.suppress(RuntimeError):  # The host may have ended.
+            self._call(lambda: [self._store.delete_key(f"{what}/{key}") for key in mine])
         if kind is not None:
             raise getattr(errors, kind)(answer)
         return answer
@@ -315,8 +303,6 @@ class Board:
     def _write_first(self, key: str, text: str) -> str:
         """Write ``text``, unless another rank has written under ``key`` before; returns the text of the first."""
         first: str = self._call(lambda: self._store.compare_set(key, "", text)).decode()
-        if first == text:
-            self._written.append(key)
         return first
 
     def _read(self, key: str) -> str | None:
@@ -361,10 +347,7 @@ class Agreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._board is None:
-            return
-        self._board.close()
-        if error is None or isinstance(error, PeerError):
+        if self._board is None or error is None or isinstance(error, PeerError):
             return
         # This may be the effect of another rank's failure, whose own error says more.
         if has_lost_connection(error) and (cause := self._board.peer_error(within_s=_REPORTING_S)) is not None:
@@ -385,7 +368,7 @@ class Agreement:
                 returned on every rank (of a :class:`PerRank` each rank's own part), and an error of this library that
                 it raises is raised on every rank.
 
-        A rank that need not wait asks the store four times, rank 0 eight times, and the last to come once more.
+        A rank that need not wait asks the store six times, rank 0 twelve times, and the last to come once more.
 
         Raises:
             PeerError: another rank has raised; the message has its number and its error.
@@ -406,10 +389,7 @@ class Agreement:
             return decide([value for _, value in of_ranks])
 
         number, purpose = str(next(self._rounds)), f" to {self._purpose}; {same}"
-        answer = board.agree(number, [self._purpose, value], decided, purpose=purpose)
-        while self._ranks.closed:
-            self._ranks.closed.pop().delete()
-        return answer
+        return board.agree(number, [self._purpose, value], decided, purpose=purpose)
 
 
 def agree(group: dist.ProcessGroup, purpose: str) -> None:

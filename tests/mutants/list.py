@@ -280,8 +280,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "new parameters are not gathered": Mutant(
         "optim/zero/exchange.py",
-        'await send_recv(sends, receives, group=group, label="all_gather")',
-        "pass",
+        "sends += [(message, peer) for peer in peers]",
+        "sends += [(torch.zeros_like(message), peer) for peer in peers]",
         f"{_ZERO} -k 'every_form and 2'",
     ),
     "a shard is read at another offset": Mutant(

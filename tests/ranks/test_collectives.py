@@ -1,4 +1,4 @@
-"""Where a collective on the user's own group fails, the error is ours."""
+"""Where a collective on the user's own group fails, the error is ours; and the group beside it, which saves use."""
 
 import ast
 import os
@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import overlap
-from harness import RankDied, run_ranks, wrap
+from harness import RankDied, on_ranks, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import CollectiveError, ZeroRedundancyOptimizer
+from overlap._torch.c10d import side_group
 
 
 def _loses_a_rank(rank: int, world_size: int) -> str:
@@ -66,3 +67,14 @@ def _is_collective(called: ast.expr) -> bool:
         and called.value.id == "dist"
         and called.attr.startswith(_COLLECTIVES)
     )
+
+
+@on_ranks(3, timeout_s=30, group_timeout_s=10)
+def test_ranks_in_different_numbers_of_groups_make_it(rank: int, world_size: int) -> None:
+    if rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    group = side_group(dist.group.WORLD)
+    assert group is side_group(dist.group.WORLD)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == world_size

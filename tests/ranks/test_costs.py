@@ -17,10 +17,8 @@ from overlap.ranks import machines
 from overlap.ranks.board import Agreement, PerRank
 
 # Of a rank that need not wait, where it neither is rank 0 nor comes last.
-RANK = {"set": 1, "add": 1, "check": 1, "get": 1}
-RANK_0 = RANK | {"check": 2, "get": 2, "multi_get": 1, "multi_set": 1}
-# What the agreement before left: a value and an answer; of the last to come two more.
-LEFT = 2
+RANK = {"set": 1, "add": 1, "check": 1, "get": 1, "delete_key": 2}
+RANK_0 = RANK | {"check": 2, "get": 2, "multi_get": 1, "multi_set": 1, "delete_key": 4}
 
 
 class _Counting:
@@ -63,13 +61,6 @@ def test_a_rank_asks_the_store_equally_often_on_8_and_on_512_ranks(size: int, mo
     store = dist.HashStore()
     monkeypatch.setattr(boards_of_ranks, "group_store", lambda group: store)
     groups: list[Any] = [_Group(rank, size) for rank in range(size)]
-    deleted, delete = collections.Counter[int](), boards_of_ranks.Board.delete
-
-    def counted(board: Any) -> None:
-        deleted[board.rank] += len(board._written)
-        delete(board)
-
-    monkeypatch.setattr(boards_of_ranks.Board, "delete", counted)
     threading.stack_size(2**18)
     with ThreadPoolExecutor(size) as ranks:
         for decide, expected in ((sum, [sum(range(size))] * size), (lambda values: PerRank(values[::-1]), range(size))):
@@ -78,9 +69,9 @@ def test_a_rank_asks_the_store_equally_often_on_8_and_on_512_ranks(size: int, mo
             (last,) = [rank for rank, (_, asked) in enumerate(found) if asked["set"] == 2]
             for rank, (_, asked) in enumerate(found):
                 assert asked == (RANK if rank else RANK_0) | {"set": 1 + (rank == last)}, rank
-            assert sum(asked.total() for _, asked in found) == 4 * size + 5
+            assert sum(asked.total() for _, asked in found) == 6 * size + 7
+            assert store.num_keys() == 0, "all is deleted"
     threading.stack_size(0)
-    assert deleted.total() == LEFT * size + 2 and max(deleted.values()) == LEFT + 2
 
 
 def _on_16_ranks(rank: int, world_size: int) -> tuple[Any, dict[str, int]]:

@@ -172,13 +172,9 @@ def test_gathers_in_the_next_forward(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
     chain(ZeroStep(zero, gather="forward")).register(ddp)
-    gather = zero.exchange.gather
-
-    async def slow_gather(shards: Any, group: Any) -> None:
-        await gather(shards, group)
-        time.sleep(0.05)
-
-    zero.exchange.gather = slow_gather  # type: ignore[method-assign]
+    (stage,) = zero.updates
+    gathering = stage.gathering  # type: ignore[attr-defined]
+    stage.gathering = lambda shards: (*gathering(shards), lambda: time.sleep(0.05))  # type: ignore[attr-defined]
     with Timeline(ddp) as timeline:
         for step in range(5):
             ddp(torch.ones(2, 16) * step).square().mean().backward()

@@ -2,7 +2,7 @@
 
 Per bucket of N elements a rank sends N (W-1)/W in the reduction and as much in the gather, together as much as one
 all-reduce sends; of whole parameters that holds for the sum of all buckets. What a rank does for it, but for what it
-sends and receives, does not depend on W.
+sends and receives, does not depend on W. Both are plans: functions with a collective between them.
 
 [Note: chunks]
 
@@ -14,47 +14,38 @@ reductions, or of broadcasts: rows that are as long as the longest would be sent
 
 [Note: messages]
 
-On a CPU a large piece is sent from its own memory and, in the gather, received in the memory where it belongs, so it is
-never copied: all copies compete for memory bandwidth, and workspace would cost more than dividing the state saves.
-Small pieces are packed, since each message has a cost of its own. Gloo's own reduce-scatter sends as much as an
-all-reduce, and its all-gather copies the result.
+On a CPU a large piece is sent from its own memory and received, or added, where it belongs, so it is never copied: all
+copies compete for memory bandwidth. Small pieces travel together, since each message has a cost of its own. Gloo's own
+reduce-scatter sends as much as an all-reduce, and its all-gather copies the result.
 
-[Note: parts of a gather]
+[Note: parts of a bucket]
 
 A bucket of 25 MB takes a fifth of a second on a link of 1 Gbit/s, for which a forward would wait for its first layer.
 So a gather during the next forward is cut between parameters, the bucket's last ones first, which the forward needs
 first, into parts that are large next to the cost of a message. Whole parameters are not parted, since one rank would
 send each part and the links of the others rest. Parts depend on the sizes of the parameters alone, so they are the same
-on every rank.
-
-[Note: reduced in turn]
-
-A collective needs a packed copy of the bucket. DDP's first pass has one bucket of the whole model, and that copy would
-be the largest of the run. So a single large bucket is reduced in parts, one after another; where other buckets follow,
-the link would rest between parts. For messages see [Note: rows of a sum] in :mod:`overlap._torch.c10d`. Gathers without
-a stage, which know no buckets, have the same parts.
+on every rank. DDP's first pass has one bucket of the whole model, and a packed copy of it would be the largest of the
+run: it is reduced in parts, one after another, and gathers without a stage, which know no buckets, have them, too.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.hooks.collectives import Operation, add_messages, broadcast_each, reduce_each
 from overlap.hooks.engine.wavefront import BackgroundTask
 from overlap.hooks.segments import can_be_sent, round_up, segment_multiple
-from overlap.hooks.stage import Plan, follow
+from overlap.hooks.stage import Plan
+from overlap.hooks.wires import Codec, Wire
 from overlap.optim.zero.shards import Shard
 
 # A message costs tens of microseconds, in which about 256 KB can be copied.
@@ -65,9 +56,6 @@ _ROW_BYTES = 2**19
 _LEAST_BYTES = 2**20
 # Networks of accelerators are a hundred times as fast, and a launch of theirs takes as long as a message of a CPU.
 _LEAST_BYTES_ON_STREAMS = 2**26
-# Of DDP's buckets by default; on accelerators they are often given more.
-_AT_ONCE_BYTES = 25 * 2**20
-_AT_ONCE_BYTES_ON_STREAMS = 2**28
 
 
 class BucketShards:
@@ -92,16 +80,10 @@ class BucketShards:
         """The sharded parameters' own memory."""
         self.own_parameters = [shard.parameter for shard in self._shards if shard.own is not None]
         """Those of which this rank's optimizer has a part, which may be empty."""
-        # Where this rank's part of each parameter is in a flat buffer, and parameters that are not sharded.
-        self._own_slices: list[slice | None] = []
-        self._rest_slices: list[slice] = []
-        for shard, start, numel in zip(shards, itertools.accumulate(numels, initial=0), numels, strict=False):
-            own = None if shard is None else slice(start + shard.range[0], start + shard.range[1])
-            self._own_slices.append(own)
-            if own is None:
-                self._rest_slices.append(slice(start, start + numel))
-        self._owned_slices = [
-            own for own, shard in zip(self._own_slices, shards, strict=True) if own and shard and shard.own is not None
+        # Where this rank's part of each parameter is in a flat buffer; none of one that is not sharded.
+        self._own_slices = [
+            None if shard is None else slice(start + shard.range[0], start + shard.range[1])
+            for shard, start in zip(shards, itertools.accumulate(numels, initial=0), strict=False)
         ]
         # The sharded parameters that are not empty, by their places: those that are divided, and the others.
         present = [(place, shard) for place, shard in enumerate(self._shards) if shard.parameter.numel()]
@@ -113,11 +95,13 @@ class BucketShards:
         self._own_sizes: list[int] = []
         for length, (_, shard) in zip(self._sizes, self._divided, strict=True):
             self._own_sizes += [shard.view.numel(), length - shard.view.numel()]
-        self._row_numel = round_up(sum(self._sizes), segment_multiple(first.parameter.device))
-        self._padding = self._row_numel - sum(self._sizes)
+        self.row_numel = round_up(sum(self._sizes), segment_multiple(first.parameter.device))
+        self._padding = self.row_numel - sum(self._sizes)
         if self._padding:
             self._sizes.append(self._padding)
             self._own_sizes.append(self._padding)
+        self.codec: Codec | None = None
+        """Of a rank's row, where parameters are gathered through a wire."""
 
     def __iter__(self) -> Iterator[Shard]:
         """The shards in the bucket's order, without the parameters that are not sharded."""
@@ -130,11 +114,13 @@ class BucketShards:
 
     def rest(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat buffer that belong to parameters which are not sharded."""
-        return list(map(flat.__getitem__, self._rest_slices))
+        pieces = flat.split_with_sizes(self._numels)
+        return [piece for piece, shard in zip(pieces, self._by_place, strict=True) if shard is None]
 
     def gradients(self, flat: Tensor) -> list[Tensor]:
         """This rank's part of each of :attr:`own_parameters` in a flat buffer of gradients, empty parts included."""
-        return list(map(flat.__getitem__, self._owned_slices))
+        each = zip(self._own_slices, self._by_place, strict=True)
+        return [flat[own] for own, shard in each if own is not None and shard is not None and shard.own is not None]
 
     def means(self, flat: Tensor) -> tuple[Tensor | None, ...]:
         """This rank's part of each parameter in ``flat``, where it has the mean; ``None`` of one that is not
@@ -151,9 +137,9 @@ class BucketShards:
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Room for packed chunks, ``tensors`` themselves if they are such."""
         like = tensors[self._divided[0][0]]
-        if len(self._divided) == 1 and like.numel() == self.ranks * self._row_numel and can_be_sent(like):
-            return like.view(self.ranks, self._row_numel)
-        return like.new_empty(self.ranks, self._row_numel)
+        if len(self._divided) == 1 and like.numel() == self.ranks * self.row_numel and can_be_sent(like):
+            return like.view(self.ranks, self.row_numel)
+        return like.new_empty(self.ranks, self.row_numel)
 
     def _are_in(self, rows: Tensor, tensors: Sequence[Tensor]) -> bool:
         return rows.data_ptr() == tensors[self._divided[0][0]].data_ptr()
@@ -171,6 +157,20 @@ class BucketShards:
             return [], []
         chunks = [tensors[place][slice(*shard.range)] for place, shard in self._divided]
         return chunks, list(rows[self.rank].split_with_sizes(self._own_sizes)[: 2 * len(chunks) : 2])
+
+    def pack_masters(self, row: Tensor) -> None:
+        """Copy the masters of this rank's chunks to its ``row``."""
+        each = zip(self._divided, row.split_with_sizes(self._own_sizes)[::2], strict=False)  # Without the padding.
+        masters = [(own.detach().view(-1), place) for (_, shard), place in each if (own := shard.own) is not None]
+        copy_all([place for _, place in masters], [own for own, _ in masters])
+
+    def note_published(self) -> None:
+        """Keep this rank's chunks as they are in the parameters, which masters do not round to."""
+        for _, shard in self._divided:
+            if shard.published is None:
+                shard.published = torch.empty_like(shard.view)
+        published = [(one, shard.view) for _, shard in self._divided if (one := shard.published) is not None]
+        copy_all([one for one, _ in published], [view for _, view in published])
 
     def unpack(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copy the chunks of all ranks from ``rows``."""
@@ -190,38 +190,31 @@ class BucketShards:
         torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=chunks)
         copy_all(short, rooms)
 
-    # As messages: see [Note: messages].
-
-    def by_owner(self, tensors: Sequence[Tensor]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
-        """The parts of ``tensors`` that each rank owns, large and small ones."""
-        found: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        parts: list[tuple[int, Tensor]] = []
-        for place, owner in self.whole:
-            parts.append((owner, tensors[place]))
+    def messages(self, tensors: Sequence[Tensor]) -> dict[int, list[list[Tensor]]]:
+        """The parts of ``tensors`` that each rank owns, as they travel: large ones alone, small ones together. See
+        [Note: messages]."""
+        parts = [(owner, tensors[place]) for place, owner in self.whole]
         for place, shard in self._divided:
             parts += enumerate(tensors[place].split(shard.chunk_numel))
-        for owner, part in parts:
-            found.setdefault(owner, ([], []))[part.numel() < _LARGE_NUMEL].append(part)
+        found: dict[int, list[list[Tensor]]] = {}
+        rooms: dict[int, int] = {}  # How much the last message of small parts still takes.
+        for owner, part in sorted(parts, key=lambda each: each[1].numel() >= _LARGE_NUMEL):
+            of_owner, room = found.setdefault(owner, []), rooms.get(owner, 0)
+            if part.numel() <= room:
+                of_owner[-1].append(part)
+            else:
+                of_owner.append([part])
+                room = _LARGE_NUMEL
+            rooms[owner] = room - part.numel()
         return found
 
-    # In parts.
-
     @cached_property
-    def parts(self) -> list[BucketShards]:
-        """The bucket in parts, the last parameters first. See [Note: parts of a gather]."""
-        if self.whole:
-            return [self]
-        return [part for part, _ in self._cut(_LEAST_BYTES_ON_STREAMS if self.on_streams else _LEAST_BYTES)]
-
-    @cached_property
-    def first_pass_chunks(self) -> list[tuple[BucketShards, slice]]:
-        """The bucket in parts with their places in a flat buffer. See [Note: reduced in turn]."""
-        return self._cut(_AT_ONCE_BYTES_ON_STREAMS if self.on_streams else _AT_ONCE_BYTES)
-
-    def _cut(self, least_bytes: int) -> list[tuple[BucketShards, slice]]:
+    def parts(self) -> list[tuple[BucketShards, slice]]:
+        """The bucket in parts with their places in a flat buffer, the last parameters first. See [Note: parts of a
+        bucket]."""
         sizes_bytes = [0 if shard is None else shard.parameter.nbytes for shard in self._by_place]
-        places = parts_by_need(sizes_bytes, least_bytes)
-        if len(places) == 1:
+        places = parts_by_need(sizes_bytes, _LEAST_BYTES_ON_STREAMS if self.on_streams else _LEAST_BYTES)
+        if self.whole or len(places) == 1:
             return [(self, slice(None))]
         starts = [0, *itertools.accumulate(self._numels)]
         return [
@@ -277,6 +270,76 @@ class Gather(BackgroundTask):
     shards: BucketShards
 
 
+def shards_of(parameters: Sequence[Tensor], *known: Mapping[int, Shard]) -> BucketShards | None:
+    """The shards of a bucket of these parameters, by ``id`` in any of ``known``; ``None`` if none is sharded."""
+    found = [next((each[id(p)] for each in known if id(p) in each), None) for p in parameters]
+    if all(shard is None for shard in found):
+        return None
+    return BucketShards(found, [p.numel() for p in parameters])
+
+
+def reduction(bucket: Bucket, shards: BucketShards | None) -> Plan:
+    """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,
+    divided. Parameters that are not sharded are averaged on every rank: all, where ``shards`` is ``None``."""
+    buffer, factor, group = bucket.buffer, 1 / bucket.divisor, bucket.group
+    # As in DDP, each rank divides before the sum, which keeps half precision in range.
+
+    def divide() -> None:
+        buffer.mul_(factor)
+
+    plan: list[Callable[[], Operation | None]] = [] if bucket.divisor == 1 else [divide]
+    if shards is None:
+        return *plan, lambda: all_reduce(buffer, group=group)
+    is_alone = bucket.index == 0 and bucket.is_last and shards.on_streams
+    for part, place in shards.parts if is_alone else [(shards, slice(None))]:
+        tensors = part.gradients_of_all(buffer[place])
+        if not shards.on_streams:
+            plan += _reduce_by_messages(tensors, part, group)
+            continue
+        plan += [*_reduce_rows(tensors, part, group), *_each(reduce_each, tensors, part, group)]
+    if not (rest := shards.rest(buffer)):
+        return plan
+    sent: list[Tensor] = []
+
+    def send_rest() -> Operation:
+        sent.append(torch.cat(rest))
+        return all_reduce(sent[0], group=group)
+
+    def copy_rest() -> None:
+        copy_all(rest, sent.pop().split_with_sizes([part.numel() for part in rest]))
+
+    return *plan, send_rest, copy_rest
+
+
+def gathering(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
+    """Send the part of the parameters that each rank owns to all ranks, which changes the parameters."""
+    if not shards.on_streams:
+        return _gather_by_messages(shards, group)
+    return *_gather_rows(shards, group), *_each(broadcast_each, shards.flats, shards, group)
+
+
+def gathering_through(wire: Wire, shards: BucketShards, group: dist.ProcessGroup) -> Plan:
+    """As :func:`gathering`, of masters of parameters that are divided, in one message a rank that ``wire`` encodes. The
+    owner takes its own values as the others decode them, so all ranks have the same bits."""
+    codec = shards.codec = shards.codec or wire.codec(shards.row_numel)
+    ranks, rank, device, encoded = shards.ranks, shards.rank, shards.flats[0].device, list[Tensor]()
+
+    def encode() -> Operation:
+        row = torch.zeros(1, shards.row_numel, dtype=torch.float32, device=device)
+        shards.pack_masters(row[0])
+        encoded.append(messages := torch.empty(ranks, codec.message_bytes, dtype=torch.uint8, device=device))
+        codec.encode_rows(row, messages[rank : rank + 1])
+        return all_gather(messages.view(-1), messages[rank], group=group)
+
+    def decode() -> None:
+        rows = torch.empty(ranks, shards.row_numel, dtype=torch.float32, device=device)
+        codec.decode_rows(encoded.pop(), rows)
+        shards.unpack(rows.to(shards.flats[0].dtype), shards.flats)
+        shards.note_published()
+
+    return (encode, decode) if shards.are_divided else ()
+
+
 def _each(
     operation: Callable[..., Operation], tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
 ) -> Plan:
@@ -297,187 +360,83 @@ def _each(
     return send, copy
 
 
-class _Share(NamedTuple):
-    """What one rank owns of a bucket: see [Note: messages]."""
+def _reduce_rows(tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:
+    """Add the other ranks' gradients to the parts of ``tensors`` that this rank owns."""
+    packed: list[Tensor] = []
 
-    messages: list[Tensor]
-    """The large parts, and room for the small ones."""
-    small: list[Tensor]
-    packed: Sequence[Tensor]
-    """The places of the small ones in that room."""
+    def pack() -> Operation:
+        packed.append(rows := shards.rows(tensors))
+        shards.pack(tensors, rows)
+        return reduce_scatter(rows[shards.rank], rows.view(-1), group=group)
+
+    def unpack() -> None:
+        copy_all(*shards.own_chunks(tensors, packed.pop()))
+
+    return (pack, unpack) if shards.are_divided else ()
 
 
-class Exchange:
-    """How the ranks of a group exchange gradients and parameters."""
+def _gather_rows(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
+    """Fill the parts of the parameters that other ranks own."""
+    tensors, packed = shards.flats, list[Tensor]()
 
-    def __init__(self) -> None:
-        # Flat buffers, kept from bucket to bucket and step to step: on a CPU the first use of fresh memory takes longer
-        # than the copy into it. Accelerators have a caching allocator, which also knows about streams.
-        self._free: list[Tensor] = []
-        # New buckets are cut on the thread of backward, while the thread of the engine exchanges those before them.
-        self._lock = threading.Lock()
+    def pack() -> Operation:
+        packed.append(rows := shards.rows(tensors))
+        chunks, places = shards.own_chunks(tensors, rows)
+        copy_all(places, chunks)
+        return all_gather(rows.view(-1), rows[shards.rank], group=group)
 
-    def shards_of(self, parameters: Sequence[Tensor], *known: Mapping[int, Shard]) -> BucketShards | None:
-        """The shards of a bucket of these parameters, by ``id`` in any of ``known``; ``None`` if none is sharded."""
-        # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
-        self.trim()
-        found = [next((each[id(p)] for each in known if id(p) in each), None) for p in parameters]
-        if all(shard is None for shard in found):
-            return None
-        return BucketShards(found, [p.numel() for p in parameters])
+    def unpack() -> None:
+        shards.unpack(packed.pop(), tensors)
 
-    async def reduce(self, bucket: Bucket, shards: BucketShards | None) -> None:
-        """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,
-        divided. Parameters that are not sharded are averaged on every rank: all, where ``shards`` is ``None``."""
-        if shards is not None and not shards.on_streams:
-            if bucket.divisor != 1:
-                bucket.buffer.mul_(1 / bucket.divisor)
-            if shards.numel:
-                await self._reduce_by_messages(shards.gradients_of_all(bucket.buffer), shards, bucket.group)
-            await follow(self._reduce_rest(bucket, shards))
-        else:
-            await follow(self.reduction(bucket, shards))
+    return (pack, unpack) if shards.are_divided else ()
 
-    def reduction(self, bucket: Bucket, shards: BucketShards | None) -> Plan:
-        """The functions of :meth:`reduce` where there are streams, or nothing is sharded."""
-        buffer, factor, group = bucket.buffer, 1 / bucket.divisor, bucket.group
-        # As in DDP, each rank divides before the sum, which keeps half precision in range.
 
-        def divide() -> None:
-            buffer.mul_(factor)
+def _reduce_by_messages(tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:
+    """As :func:`_reduce_rows`."""
 
-        plan: list[Callable[[], Operation | None]] = [] if bucket.divisor == 1 else [divide]
-        if shards is None:
-            return *plan, lambda: all_reduce(buffer, group=group)
-        is_alone = bucket.index == 0 and bucket.is_last
-        for part, place in shards.first_pass_chunks if is_alone else [(shards, slice(None))]:
-            tensors = part.gradients_of_all(buffer[place])
-            plan += [*self._reduce_rows(tensors, part, group), *_each(reduce_each, tensors, part, group)]
-        return *plan, *self._reduce_rest(bucket, shards)
-
-    def _reduce_rest(self, bucket: Bucket, shards: BucketShards) -> Plan:
-        """The mean of the parameters that are not sharded."""
-        rest, sent = shards.rest(bucket.buffer), list[Tensor]()
-
-        def send() -> Operation:
-            sent.append(torch.cat(rest))
-            return all_reduce(sent[0], group=bucket.group)
-
-        def copy() -> None:
-            copy_all(rest, sent.pop().split_with_sizes([part.numel() for part in rest]))
-
-        return (send, copy) if rest else ()
-
-    async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        """Send the part of the parameters that each rank owns to all ranks, which changes the parameters."""
-        if shards.on_streams:
-            await follow(self.gathering(shards, group))
-        elif shards.numel:
-            await self._gather_by_messages(shards.flats, shards, group)
-
-    def gathering(self, shards: BucketShards, group: dist.ProcessGroup) -> Plan:
-        """The functions of :meth:`gather` where there are streams."""
-        tensors = shards.flats
-        return *self._gather_rows(tensors, shards, group), *_each(broadcast_each, tensors, shards, group)
-
-    def _reduce_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:
-        """Add the other ranks' gradients to the parts of ``tensors`` that this rank owns."""
-        packed: list[Tensor] = []
-
-        def pack() -> Operation:
-            packed.append(rows := shards.rows(tensors))
-            shards.pack(tensors, rows)
-            return reduce_scatter(rows[shards.rank], rows.view(-1), group=group)
-
-        def unpack() -> None:
-            copy_all(*shards.own_chunks(tensors, packed.pop()))
-
-        return (pack, unpack) if shards.are_divided else ()
-
-    def _gather_rows(self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:
-        """Fill the parts of ``tensors`` that other ranks own."""
-        packed: list[Tensor] = []
-
-        def pack() -> Operation:
-            packed.append(rows := shards.rows(tensors))
-            chunks, places = shards.own_chunks(tensors, rows)
-            copy_all(places, chunks)
-            return all_gather(rows.view(-1), rows[shards.rank], group=group)
-
-        def unpack() -> None:
-            shards.unpack(packed.pop(), tensors)
-
-        return (pack, unpack) if shards.are_divided else ()
-
-    async def _reduce_by_messages(
-        self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
-    ) -> None:
-        """As :meth:`_reduce_rows`."""
-        room, shares = self._shares(tensors, shards)
-        for share in shares.values():
-            copy_all(share.packed, share.small)
-        # See [Note: rows of a sum] in overlap._torch.c10d.
-        row_numel = max(_LARGE_NUMEL, _ROW_BYTES // max(1, shards.ranks - 1) // room.element_size())
-        own = shares.pop(shards.rank, None)
+    def send() -> Operation:
+        row_numel = max(_LARGE_NUMEL, _ROW_BYTES // max(1, shards.ranks - 1) // tensors[0].element_size())
+        messages = shards.messages(tensors)
+        rows = [row for message in messages.pop(shards.rank, ()) for row in _in_rows(message, row_numel)]
         sends = [
-            (row, owner)
-            for owner, share in shares.items()
-            for message in share.messages
-            for row in message.split(row_numel)
+            (row[0] if len(row) == 1 else torch.cat(row), owner)
+            for owner, of_owner in messages.items()
+            for message in of_owner
+            for row in _in_rows(message, row_numel)
         ]
-        targets = [] if own is None else [(row,) for message in own.messages for row in message.split(row_numel)]
-        await add_messages(sends, targets, group=group)
-        if own is not None:
-            copy_all(own.small, own.packed)
-        self._give(room)
+        return add_messages(sends, rows, group=group)
 
-    async def _gather_by_messages(
-        self, tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup
-    ) -> None:
-        """As :meth:`_gather_rows`."""
-        room, shares = self._shares(tensors, shards)
+    return (send,) if shards.numel else ()
+
+
+def _in_rows(message: list[Tensor], row_numel: int) -> list[list[Tensor]]:
+    """A message as [Note: rows of a sum] has it: small parts are one row."""
+    return [message] if len(message) > 1 else [[row] for row in message[0].split(row_numel)]
+
+
+def _gather_by_messages(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
+    """As :func:`_gather_rows`."""
+    # Of each message of small parts that is received: these, and the message.
+    received: list[tuple[list[Tensor], Tensor]] = []
+
+    def send() -> Operation:
         sends: list[tuple[Tensor, int]] = []
-        if (own := shares.pop(shards.rank, None)) is not None:
-            copy_all(own.packed, own.small)
-            peers = (*range(shards.rank), *range(shards.rank + 1, shards.ranks))
-            sends = list(itertools.product(own.messages, peers))
-        receives = [(message, owner) for owner, share in shares.items() for message in share.messages]
-        await send_recv(sends, receives, group=group, label="all_gather")
-        for share in shares.values():
-            copy_all(share.small, share.packed)
-        self._give(room)
+        receives: list[tuple[Tensor, int]] = []
+        peers = (*range(shards.rank), *range(shards.rank + 1, shards.ranks))
+        for owner, messages in shards.messages(shards.flats).items():
+            for parts in messages:
+                message = parts[0] if len(parts) == 1 else torch.cat(parts)
+                if owner == shards.rank:
+                    sends += [(message, peer) for peer in peers]
+                    continue
+                receives.append((message, owner))
+                if len(parts) > 1:
+                    received.append((parts, message))
+        return send_recv(sends, receives, group=group, label="all_gather")
 
-    def _shares(self, tensors: Sequence[Tensor], shards: BucketShards) -> tuple[Tensor, dict[int, _Share]]:
-        """What each rank owns of ``tensors``, and the room that they share."""
-        found = shards.by_owner(tensors)
-        numels = [list(map(Tensor.numel, small)) for _, small in found.values()]
-        sizes = list(map(sum, numels))
-        room, shares = self._take(sum(sizes), tensors[0]), {}
-        rooms = room[: sum(sizes)].split_with_sizes(sizes)
-        for (owner, (large, small)), part, of_small in zip(found.items(), rooms, numels, strict=True):
-            shares[owner] = _Share([*large, part] if small else large, small, part.split_with_sizes(of_small))
-        return room, shares
+    def unpack() -> None:
+        for parts, message in received:
+            copy_all(parts, message.split_with_sizes([part.numel() for part in parts]))
+        received.clear()
 
-    def _take(self, numel: int, like: Tensor) -> Tensor:
-        """A flat tensor of at least ``numel`` elements with undefined values, of the dtype and device of ``like``."""
-        # The smallest that is large enough; or else a larger one replaces the largest, so there are never more than
-        # were in use at once.
-        found, taken = torch.empty(0, dtype=like.dtype, device=like.device), -1
-        with self._lock:
-            for place, kept in enumerate(self._free):
-                size, best = kept.numel(), found.numel()
-                if kept.dtype == like.dtype and (best < size if best < numel else numel <= size < best):
-                    found, taken = kept, place
-            if taken >= 0:
-                del self._free[taken]
-        return found if found.numel() >= numel else torch.empty(numel, dtype=like.dtype, device=like.device)
-
-    def _give(self, buffer: Tensor) -> None:
-        """Take back a buffer."""
-        if not has_streams(buffer.device):
-            self._free.append(buffer)
-
-    def trim(self) -> None:
-        """Free the buffers that are not in use, before buckets of other sizes."""
-        with self._lock:
-            self._free.clear()
+    return (send, unpack) if shards.numel else ()

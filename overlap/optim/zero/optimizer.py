@@ -40,7 +40,9 @@ from overlap.errors import (
 )
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.engine.wavefront import run_now
+from overlap.hooks.stage import follow
 from overlap.hooks.transforms.clip import Clipping, in_model_order
+from overlap.hooks.wires import Wire
 from overlap.join import Joinable
 from overlap.join.context import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
@@ -49,8 +51,9 @@ from overlap.optim.lifecycle import Event, Phase
 from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
 from overlap.optim.stepper import FoundInf, SubsetStepper, check_optimizer
 from overlap.optim.update import L, Update
+from overlap.optim.zero import exchange
 from overlap.optim.zero.checkpoint import ShardedState, packed
-from overlap.optim.zero.exchange import BucketShards, Exchange, Gather
+from overlap.optim.zero.exchange import BucketShards, Gather
 from overlap.optim.zero.shards import Owners, Shard, copy_from_masters, copy_options, flatten
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
 from overlap.ranks.board import Agreement, are_alike, group_all_reduce, group_broadcast, of_all_ranks
@@ -63,6 +66,8 @@ class ShardedUpdate(Update[L]):
 
     has_whole_mean = False
     """Whether a reducer before the stage has left the mean in all of ``.grad``."""
+    gather_wire: Wire | None = None
+    """How new parameters are encoded, which each rank, the owner as well, then gets from a gather."""
 
     @abstractmethod
     def gather(self) -> None:
@@ -95,7 +100,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         partition: ``"element"`` cuts every parameter into equal chunks; ``"parameter"`` gives whole parameters to
             ranks, balanced by size. ``None`` takes the unit in which ``optimizer_class`` is known, or was declared, to
             update.
-        master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
+        master_dtype: update a copy of each chunk in this dtype, if it is the parameter's or wider, such as
             ``torch.float32`` for ``bfloat16`` parameters.
         **defaults: arguments of ``optimizer_class``.
 
@@ -189,14 +194,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self.overlap_with_ddp = overlap_with_ddp
         self._stepper = SubsetStepper(self.optim)
-        self.exchange = Exchange()
         self.has_joined = False
         """Whether this rank issues the collectives of a step after its last input, under a ``Join``."""
         # By ``id`` of a shard, how many values its state had when they were checked.
         self._checked_state: dict[int, int] = {}
-        # The buckets in which step() gathers without a stage, and the parameters in them.
-        self._buckets: list[BucketShards] = []
-        self._bucketed: tuple[int, ...] = ()
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
         self._layout = _layout_of(self.param_groups)
@@ -208,7 +209,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Make an optimizer of one element of each parameter, before ranks meet, so that what is wrong is raised."""
 
         def one_element(p: Tensor) -> Tensor:
-            shape, dtype = (1,) * p.dim(), self._stepped_dtype(p)
+            shape, dtype = (1,) * p.dim(), self.master_dtype_of(p) or p.dtype
             return torch.zeros(shape, dtype=dtype, device=p.device, requires_grad=p.requires_grad)
 
         tried = self._make([{**group, "params": list(map(one_element, group["params"]))} for group in groups])
@@ -216,10 +217,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         _check_own_step(tried)
         check_one_eps(tried, instead=_INSTEAD)
 
-    def _stepped_dtype(self, parameter: Tensor) -> torch.dtype:
-        """That of its master, if ``master_dtype`` is wider than its own."""
-        own, wide = parameter.dtype, self._master_dtype
-        return wide if wide is not None and own.is_floating_point and wide.itemsize > own.itemsize else own
+    def master_dtype_of(self, parameter: Tensor) -> torch.dtype | None:
+        """That of its master; ``None`` if it has none."""
+        own, given = parameter.dtype, self._master_dtype
+        is_kept = given is not None and own.is_floating_point and (given == own or given.itemsize > own.itemsize)
+        return given if is_kept else None
 
     @classmethod
     def from_optimizer(
@@ -351,7 +353,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             self.shards[id(p)] = Shard(
                 p,
                 name=name,
-                dtype=self._stepped_dtype(p),
+                master_dtype=self.master_dtype_of(p),
                 rank=self.rank,
                 ranks=self.world_size,
                 owner=owners.get(id(p)),
@@ -431,7 +433,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             if own is not None and not shard.is_whole and len(state.get(own, ())) != sizes.get(id(shard)):
                 check_divisible(self.optim, shard, state.get(own, {}), own.shape)
                 sizes[id(shard)] = len(state.get(own, ()))
-        if masters:
+        if masters and (self._stage is None or self._stage.gather_wire is None):
             copy_from_masters(masters)
 
     def finish(self, **arguments: Any) -> None:
@@ -536,17 +538,15 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         torch.autograd.graph.increment_version([shard.parameter for shard in self.shards.values()])
         # As after a backward, in buckets of all trainable parameters, and of others that had a gradient.
         stepped = set(map(id, parameters))
-        shards = [s for s in self.shards.values() if s.parameter.requires_grad or id(s.parameter) in stepped]
-        if (bucketed := tuple(map(id, shards))) != self._bucketed:
-            by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-            for shard in shards:
-                by_dtype[shard.parameter.dtype].append(shard.parameter)
-            found = [self.exchange.shards_of(parameters, self.shards) for parameters in by_dtype.values()]
-            self._buckets = [part for bucket in found if bucket is not None for part, _ in bucket.first_pass_chunks]
-            self._bucketed = bucketed
-        gathers = [Gather(index=place, shards=bucket) for place, bucket in enumerate(self._buckets)]
+        by_dtype: defaultdict[torch.dtype, list[Shard]] = defaultdict(list)
+        for shard in self.shards.values():
+            if shard.parameter.requires_grad or id(shard.parameter) in stepped:
+                by_dtype[shard.parameter.dtype].append(shard)
+        buckets = [BucketShards(alike, [one.parameter.numel() for one in alike]) for alike in by_dtype.values()]
+        parts = [part for bucket in buckets for part, _ in bucket.parts]
+        gathers = [Gather(index=place, shards=part) for place, part in enumerate(parts)]
         executor = executor_for(self.process_group, self.join_device)
-        run_now(gathers, lambda gather: self.exchange.gather(gather.shards, self.process_group), executor)
+        run_now(gathers, lambda gather: follow(exchange.gathering(gather.shards, self.process_group)), executor)
 
     def _finish_backward(self, pending: list[Tensor]) -> None:
         self.finish()

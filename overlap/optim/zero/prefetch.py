@@ -32,7 +32,8 @@ from overlap._torch.device import current_stream, hold
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.engine.wavefront import Completion
-from overlap.optim.zero.exchange import Exchange, Gather
+from overlap.hooks.stage import Plan, follow
+from overlap.optim.zero.exchange import BucketShards, Gather
 
 _NOT_GATHERED = (
     "the new parameters were not gathered, so ranks have different ones: load a checkpoint by "
@@ -52,13 +53,15 @@ class ParameterPrefetch:
         self._has_raised = False
         """Whether a failure was raised, which is there until parameters are loaded."""
 
-    def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
+    def begin(
+        self, context: StageContext, gathers: Sequence[Gather], gathering: Callable[[BucketShards], Plan]
+    ) -> None:
         """Launch ``gathers``, in this order, after all earlier work."""
         self._follow()
 
         async def work(gather: Gather) -> None:
             self._hold(gather, current_stream(context.device))
-            await exchange.gather(gather.shards, context.group)
+            await follow(gathering(gather.shards))
 
         assert context.background is not None, "the runtime gives it to every stage that it attaches"
         for gather, completion in context.background(gathers, work).items():

@@ -74,20 +74,27 @@ class Owners:
 class Shard:
     """One parameter, flat in the order of its memory, and the part of it that this rank's optimizer steps.
 
-    ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. In another ``dtype``
-    it is a master, a copy that :func:`copy_from_masters` rounds into the parameter. It is ``None`` if the optimizer
-    sees whole tensors and another rank owns this one.
+    ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a
+    ``master_dtype`` it is a master, a copy that :func:`copy_from_masters` rounds into the parameter. It is ``None`` if
+    the optimizer sees whole tensors and another rank owns this one.
 
     Args:
         parameter: whose memory has no gaps.
         name: in messages.
-        dtype: in which the optimizer steps.
+        master_dtype: that of the master; ``None`` for no master.
         rank, ranks: this one, and how many there are.
         owner: the rank that owns all of it; ``None`` if it is divided.
     """
 
     def __init__(
-        self, parameter: Tensor, *, name: str, dtype: torch.dtype, rank: int, ranks: int, owner: int | None
+        self,
+        parameter: Tensor,
+        *,
+        name: str,
+        master_dtype: torch.dtype | None,
+        rank: int,
+        ranks: int,
+        owner: int | None,
     ) -> None:
         if parameter.layout is not torch.strided:
             raise UnsupportedError(
@@ -99,7 +106,8 @@ class Shard:
                 f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has gaps or overlaps in "
                 "memory, so it cannot be cut into chunks: make it .contiguous()"
             )
-        self.parameter, self.name, self.dtype = parameter, name, dtype
+        self.parameter, self.name, self.has_master = parameter, name, master_dtype is not None
+        self.dtype = master_dtype or parameter.dtype
         self.rank, self.ranks, self.owner = rank, ranks, owner
         self.on_streams = has_streams(parameter.device)
         """Whether it is cut, and sent, as on an accelerator."""
@@ -118,12 +126,14 @@ class Shard:
         """The parameter's strides when it was cut: the order of its elements in memory."""
         self.pointer = parameter.data_ptr()
         """Where its memory was then."""
-        self.has_master = dtype != parameter.dtype
+        self.published: Tensor | None = None
+        """This rank's part of the parameter as a gather through a wire or a load has left it, which the master need not
+        round to."""
         self.own: Tensor | None = None
         if not self.is_whole or rank == (owner or 0):
             # A tensor of its own, since the optimizer may ask whether it requires a gradient, and gathers write views.
             view = self.shaped(self.view).detach()
-            self.own = view.to(self.dtype) if self.has_master else view
+            self.own = view.to(self.dtype, copy=True) if self.has_master else view
             self.own.requires_grad_(parameter.requires_grad)
 
     def range_of(self, rank: int) -> Range:
@@ -165,7 +175,7 @@ class Shard:
                 "DistributedDataParallel anew and register again"
             )
         if self.parameter.data_ptr() != self.pointer:
-            self.follow()
+            self._cut()
         if self.own is None:
             return
         if self.own.requires_grad != self.parameter.requires_grad:
@@ -174,11 +184,19 @@ class Shard:
             return
         # Take over elements that other code has changed. By value, since not every edit raises a version; an element
         # that the master still rounds to was not changed, and the master is more exact.
-        before, view = self.own.to(self.parameter.dtype), self.shaped(self.view)
-        if has_streams(view.device) or not torch.equal(view, before):
-            self.own.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
+        view = self.shaped(self.view)
+        is_kept = view == self.own.to(view.dtype)
+        if self.published is not None:
+            is_kept |= view == self.published.view_as(view)
+        if has_streams(view.device) or not is_kept.all():
+            self.own.copy_(torch.where(is_kept, self.own, view.to(self.own.dtype)))
 
     def follow(self) -> None:
+        """The parameter was loaded, and maybe moved, and its master is loaded next."""
+        self._cut()
+        self.published = self.view.clone() if self.has_master else None
+
+    def _cut(self) -> None:
         """Cut the parameter again, in the memory where it is now; a master and the state stay as they are."""
         # By `.data`, as the parameter itself was moved: values are the same, so the version must not change.
         self.flat.data = flatten(self.parameter.data)
@@ -193,6 +211,8 @@ def copy_from_masters(shards: Sequence[Shard]) -> None:
     """Round masters into their parameters."""
     masters = [(shard, own) for shard in shards if (own := shard.own) is not None]
     copy_all([shard.shaped(shard.view) for shard, _ in masters], [own for _, own in masters])
+    for shard in shards:
+        shard.published = None
 
 
 def flatten(tensor: Tensor) -> Tensor:

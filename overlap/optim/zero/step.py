@@ -26,11 +26,13 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, all_reduce, chain, whole_pass
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.collectives import Operation
-from overlap.hooks.stage import Plan, UpdateStage
+from overlap.hooks.stage import Plan, UpdateStage, follow
+from overlap.hooks.wires import TopK, Wire
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase
 from overlap.optim.update import BucketLayout
-from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduced
+from overlap.optim.zero import exchange
+from overlap.optim.zero.exchange import BucketShards, Gather, in_elements, reduced, shards_of
 from overlap.optim.zero.optimizer import ShardedUpdate, ZeroRedundancyOptimizer
 from overlap.optim.zero.prefetch import ParameterPrefetch
 
@@ -73,8 +75,6 @@ class ReduceScatter(Stage):
                     f"ReduceScatter takes overlap.ZeroRedundancyOptimizers, got {described(zero)}; to average on every "
                     "rank use AllReduce()"
                 )
-        self.exchange = self.zeros[0].exchange
-        """How ranks exchange gradients."""
         # By the index of a bucket: its parameters, the versions of the optimizers', and its shards.
         self._found: dict[int, tuple[object, object, BucketShards | None]] = {}
 
@@ -104,12 +104,10 @@ class ReduceScatter(Stage):
                 )
 
     async def __call__(self, bucket: Bucket) -> None:
-        bucket = in_elements(bucket)
-        await self.exchange.reduce(bucket, self._shards_of(bucket))
+        await follow(self.plan(bucket))
 
-    def plan(self, bucket: Bucket) -> Plan | None:
-        is_by_messages = not has_streams(bucket.buffer.device)
-        return None if is_by_messages else self.exchange.reduction(in_elements(bucket), self._shards_of(bucket))
+    def plan(self, bucket: Bucket) -> Plan:
+        return exchange.reduction(in_elements(bucket), self._shards_of(bucket))
 
     def passed(self, bucket: Bucket) -> Bucket:
         return reduced(bucket, self._shards_of(bucket))
@@ -118,7 +116,7 @@ class ReduceScatter(Stage):
         versions = [zero.version for zero in self.zeros]
         found = self._found.get(bucket.index)
         if found is None or found[0] is not bucket.parameters or found[1] != versions:
-            shards = self.exchange.shards_of(bucket.parameters, *(zero.shards for zero in self.zeros))
+            shards = shards_of(bucket.parameters, *(zero.shards for zero in self.zeros))
             found = self._found[bucket.index] = bucket.parameters, versions, shards
         return found[2]
 
@@ -152,6 +150,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
             ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
             call ``zero.wait()`` before you read one that you hold yourself.
+        gather_wire: gather parameters in fewer bytes, encoded by ``BFloat16()`` or ``Int8()``, from masters. They are
+            the same on all ranks, but not those of plain DDP; the masters, from which updates go on, are never rounded.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
         release_gradients: free a bucket's memory as soon as it is updated and gathered. ``.grad`` cannot be read after
             backward. Needs ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
@@ -161,8 +161,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         ranks know of a gradient that is not finite.
 
     Raises:
-        ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
-            model does not have.
+        ConfigurationError: an argument is out of range, ``gather_wire`` lacks masters or is given with
+            ``partition="parameter"``, or (at registration) the optimizer has parameters that the model does not have.
         TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
 
     >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
@@ -181,6 +181,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         *,
         deferred: bool | None = None,
         gather: str = "backward",
+        gather_wire: Wire | None = None,
         automatic: bool = False,
         release_gradients: bool = False,
     ) -> None:
@@ -193,6 +194,9 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         if not is_one_of(gather, "backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {told(gather)}")
         check_flag("automatic", automatic)
+        if gather_wire is not None:
+            _check_wire(gather_wire, zero, {shard.parameter: shard.name for shard in zero.shards.values()})
+        self.gather_wire = gather_wire
         super().__init__(
             zero,
             Form(
@@ -221,7 +225,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         return id(parameter) in self.optimizer.shards
 
     def make_layout(self, bucket: Bucket) -> ShardedLayout:
-        shards = self.optimizer.exchange.shards_of(bucket.parameters, self.optimizer.shards)
+        shards = shards_of(bucket.parameters, self.optimizer.shards)
         parameters = [] if shards is None else [shard.parameter for shard in shards]
         return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards)
 
@@ -229,7 +233,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         bucket = in_elements(bucket)
         self._note_arrived(bucket, layout)
         if not bucket.is_mean:
-            await self.optimizer.exchange.reduce(bucket, layout.shards)
+            await follow(exchange.reduction(bucket, layout.shards))
         return bucket
 
     def _note_arrived(self, bucket: Bucket, layout: ShardedLayout) -> None:
@@ -239,20 +243,15 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
     def plan(self, bucket: Bucket) -> Plan | None:
         # As the coroutine, where it is first in its chain and no rank has to be asked anything.
-        in_backward, on_streams = self.form.outcome is not Phase.REDUCED, has_streams(bucket.buffer.device)
-        if (
-            not on_streams
-            or self.finds_unused is not False
-            or bucket.is_mean
-            or (self.form.is_deferred and in_backward)
-        ):
+        in_backward = self.form.outcome is not Phase.REDUCED
+        if self.finds_unused is not False or bucket.is_mean or (self.form.is_deferred and in_backward):
             return None
-        layout, exchange = self.layout_of(bucket), self.optimizer.exchange
-        if (shards := layout.shards) is None or shards.whole:
+        layout = self.layout_of(bucket)
+        if (shards := layout.shards) is None:
             return None
         own = in_elements(bucket)
         parameters, gradients = self.gradients(own, layout, None)
-        fetch, unpack = exchange.gathering(shards, bucket.group) or (None, None)
+        gather = () if self._gathers_in_forward else self.gathering(shards)
 
         def update() -> Operation | None:
             self._note_arrived(bucket, layout)
@@ -261,12 +260,12 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
                 self._largest.look(gradients)
                 return whole_pass()
             self.apply(layout, parameters, gradients)
-            return fetch() if self._note_updated(layout) and fetch is not None else None
+            return gather[0]() if self._note_updated(layout) and gather else None
 
         def finish() -> Operation | None:
             if self.leaves_update:
                 return self._vote(bucket) if bucket.is_last else None
-            return unpack() if unpack is not None and not self._gathers_in_forward else None
+            return gather[1]() if gather else None
 
         return *exchange.reduction(own, shards), update, finish
 
@@ -308,7 +307,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
     async def gather_parameters(self, bucket: Bucket, layout: ShardedLayout) -> None:
         if layout.shards is not None and self._note_updated(layout):
-            await self.optimizer.exchange.gather(layout.shards, bucket.group)
+            await follow(self.gathering(layout.shards))
 
     def _note_updated(self, layout: ShardedLayout) -> bool:
         """The update was made, or left out; returns whether parameters are to be gathered now."""
@@ -356,11 +355,6 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         self._found_inf = None
         self.optimizer.begin()
 
-    def after_backward(self, *, failed: bool) -> str | None:
-        if self.releases_gradients or failed:
-            self.optimizer.exchange.trim()  # For the forward, as the buckets.
-        return super().after_backward(failed=failed)
-
     def conclude(self) -> None:
         self.lifecycle.gradients.has_parts = not self.has_whole_mean
         if self.leaves_update:
@@ -389,15 +383,22 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def end_step(self) -> None:
         self.optimizer.finish()
 
+    def gathering(self, shards: BucketShards) -> Plan:
+        """The functions that bring the new parameters of ``shards`` to all ranks, none or two."""
+        assert self.context is not None, "gathers run while the stage is attached"
+        if self.gather_wire is not None:
+            return exchange.gathering_through(self.gather_wire, shards, self.context.group)
+        return exchange.gathering(shards, self.context.group)
+
     # Gathers that do not run bucket by bucket in backward.
 
     def gather(self) -> None:
         assert self.context is not None, "gathers run while the stage is attached"
         gathers = self._gathers[::-1]  # The last bucket has the first layers, which the next forward needs first.
         if self._gathers_in_forward:
-            gathers = [replace(gather, shards=part) for gather in gathers for part in gather.shards.parts]
+            gathers = [replace(gather, shards=part) for gather in gathers for part, _ in gather.shards.parts]
         prefetch = self._prefetch if self._gathers_in_forward else ParameterPrefetch()
-        prefetch.begin(self.context, gathers, self.optimizer.exchange)
+        prefetch.begin(self.context, gathers, self.gathering)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
         if not self._gathers_in_forward or (self.optimizer.is_joining and not self.lifecycle.is_replay):
@@ -460,6 +461,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def check_added(self, names: Mapping[Tensor, str]) -> None:
         if self.context is not None and self.context.names is not None:
             check_covered(names, self.context.names)
+        if self.gather_wire is not None:
+            _check_wire(self.gather_wire, self.optimizer, names)
 
     def detach(self) -> None:
         super().detach()
@@ -472,6 +475,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             self.optimizer_name,
             "deferred" if self.form.is_deferred else "interleaved",
             self._gathers_in_forward and "gather in forward",
+            self.gather_wire is not None and f"gather_wire={self.gather_wire!r}",
             self.form.is_automatic and "automatic",
             self.releases_gradients and "release_gradients=True",
         ]
@@ -485,6 +489,26 @@ def check_covered(names: Mapping[Tensor, str], model: Collection[Tensor]) -> Non
         raise ConfigurationError(
             f"{len(outside)} of {len(names)} parameters of the ZeroRedundancyOptimizer are not trained by this "
             f"model, the first is {outside[0]}: build it from this model's ddp.parameters()"
+        )
+
+
+def _check_wire(wire: object, zero: ZeroRedundancyOptimizer, names: Mapping[Tensor, str]) -> None:
+    """Raises: ConfigurationError: parameters with these ``names`` cannot be gathered through ``wire``."""
+    if not isinstance(wire, Wire) or isinstance(wire, TopK) or wire.is_stochastic:
+        raise ConfigurationError(
+            f"gather_wire is a wire that sends every value and rounds to nearest, such as BFloat16() or Int8(), got "
+            f"{told(wire)}"
+        )
+    if zero.partition == "parameter":
+        raise ConfigurationError(
+            f"gather_wire={wire!r} encodes chunks of parameters, but partition='parameter' sends whole ones: use "
+            "ZeroRedundancyOptimizer(..., partition='element') with an optimizer such as AdamW, or leave gather_wire "
+            "out"
+        )
+    if lacking := [name for p, name in names.items() if zero.master_dtype_of(p) is None]:
+        raise ConfigurationError(
+            f"gather_wire={wire!r} rounds parameters on their way, and {lacking[0]} has no master to update from: use "
+            "ZeroRedundancyOptimizer(..., master_dtype=torch.float32)"
         )
 
 

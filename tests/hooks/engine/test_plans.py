@@ -31,7 +31,7 @@ from overlap import (
     chain,
     route,
 )
-from overlap._torch.device import has_streams, streams_replaced
+from overlap._torch.device import streams_replaced
 from overlap.hooks import Role
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine import runtime
@@ -159,8 +159,7 @@ def test_plans_launch_what_coroutines_do_in_the_same_order_with_the_same_bits(na
     # Messages between the ranks of one process have no values.
     assert name == "ZeroStep" or all(map(torch.equal, parameters, as_coroutines))
     is_without = ("AllGather", "Quantize", "PowerSGD", "route", "Cast of another reducer", "Step, released")
-    by_messages = name == "ZeroStep" and not has_streams(torch.device("cpu"))
-    assert bool(planned) == (name not in is_without and not by_messages)
+    assert bool(planned) == (name not in is_without)
 
 
 def test_a_subclass_that_changes_the_coroutine_alone_runs_as_one() -> None:

@@ -205,12 +205,12 @@ def _leaves_after_a_failed_gather(rank: int, world_size: int) -> None:
     ddp = wrap(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), bucket_cap_mb=1)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
 
-    async def fails(shards: Any, group: Any) -> None:
+    def fails(shards: Any) -> Any:
         raise RuntimeError("injected")
 
     def run() -> None:
         with chain(ZeroStep(zero, gather="forward")).register(ddp):
-            zero.exchange.gather = fails  # type: ignore[method-assign]
+            zero.updates[0].gathering = fails  # type: ignore[attr-defined]
             ddp(torch.ones(2, 512)).sum().backward()
             zero.step()
             raise KeyError("the loop's own")

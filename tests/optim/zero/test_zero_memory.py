@@ -1,7 +1,5 @@
 """A rank keeps its share of the state, and no temporary is larger than a bucket."""
 
-import sys
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ from harness import bucket_sizes_bytes, on_ranks, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
 from overlap.optim.zero import exchange
-from overlap.optim.zero.exchange import BucketShards, Exchange
+from overlap.optim.zero.exchange import BucketShards
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -50,39 +48,27 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class Counted:
-    """A coroutine of a stage, with the allocations between its waits counted."""
-
-    def __init__(self, coroutine: Any, allocations: Allocations) -> None:
-        self._coroutine, self._allocations = coroutine, allocations
-
-    def __await__(self) -> Any:
-        while True:
-            try:
-                with self._allocations:
-                    operation = self._coroutine.send(None)
-            except StopIteration:
-                return
-            yield operation
-
-
-def _count(zero: ZeroRedundancyOptimizer) -> Allocations:
+def _count(zero: ZeroRedundancyOptimizer, patch: pytest.MonkeyPatch) -> Allocations:
+    """Count what is allocated between collectives, in updates, reductions and gathers."""
     allocations = Allocations()
-    reduce, gather, update = zero.exchange.reduce, zero.exchange.gather, zero.update
 
-    async def counted_reduce(bucket: Any, shards: Any) -> None:
-        await Counted(reduce(bucket, shards), allocations)
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with allocations:
+                return function(*arguments)
 
-    async def counted_gather(shards: Any, group: Any) -> None:
-        await Counted(gather(shards, group), allocations)
+        return call
 
-    def counted_update(*arguments: Any) -> None:
-        with allocations:
-            update(*arguments)
+    def counted_plan(name: str) -> Any:
+        made = getattr(exchange, name)
+        return lambda *arguments: tuple(map(counted, made(*arguments)))
 
-    zero.exchange.reduce = counted_reduce  # type: ignore[method-assign]
-    zero.exchange.gather = counted_gather  # type: ignore[method-assign]
-    zero.update = counted_update  # type: ignore[method-assign]
+    for name in ("reduction", "gathering"):
+        patch.setattr(exchange, name, counted_plan(name))
+    patch.setattr(zero, "update", counted(zero.update))
+    for stage in zero.updates:
+        assert stage.context is not None
+        stage.context.replan()
     return allocations
 
 
@@ -95,14 +81,13 @@ class Memory:
     state_bytes: int
     has_copies: bool
     bucket_bytes: int
-    workspace_bytes: int
     largest_bytes: int
     peak_bytes: int
 
 
-def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory:
+def _measured(rank: int, world_size: int, form: dict[str, Any] | None, patch: pytest.MonkeyPatch) -> Memory:
     exchange._LARGE_NUMEL = 1000
-    exchange._AT_ONCE_BYTES = 30_000
+    exchange._LEAST_BYTES = 30_000
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64) for _ in range(20)]
     model = nn.Sequential(*(layer for linear in layers for layer in (linear, nn.Tanh())))
@@ -112,11 +97,8 @@ def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory
         chain(ZeroStep(zero, **form)).register(ddp)
     for step in range(4):
         if step == 2:
-            # The buckets are final; what the first one needed, of the whole model, is not kept.
-            zero.wait()
-            workspace_bytes = sum(kept.nbytes for kept in zero.exchange._free)
-            zero.exchange.trim()
-            allocations = _count(zero)
+            zero.wait()  # The buckets are final.
+            allocations = _count(zero, patch)
         if form is None:
             zero.zero_grad()
         ddp(torch.randn(2, 64)).sum().backward()
@@ -130,7 +112,6 @@ def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory
         state_bytes=sum(v.nbytes for state in zero.optim.state.values() for v in state.values() if v.ndim),
         has_copies=any(_address(shard.own) != _address(shard.parameter) for shard in owning),
         bucket_bytes=max(bucket_sizes_bytes(ddp)),
-        workspace_bytes=workspace_bytes,
         largest_bytes=allocations.largest_bytes,
         peak_bytes=allocations.peak_bytes,
     )
@@ -138,23 +119,19 @@ def _measured(rank: int, world_size: int, form: dict[str, Any] | None) -> Memory
 
 def _bounded(rank: int, world_size: int) -> None:
     for form in ({}, {"deferred": True}, {"gather": "forward"}, None) if world_size == 2 else ({}, None):
-        memory = _measured(rank, world_size, form)
+        with pytest.MonkeyPatch.context() as patch:
+            memory = _measured(rank, world_size, form, patch)
         assert memory.parameter_bytes > 9 * memory.bucket_bytes, "or there would be nothing to see"
         share = 2 * memory.parameter_bytes / world_size
         blocks_bytes = 2 * 128 * memory.parameters  # Of each parameter's two moments.
         assert abs(memory.state_bytes - share) <= blocks_bytes and not memory.has_copies, form
         assert 0 < memory.largest_bytes <= memory.bucket_bytes, f"{form}: no temporary is larger than a bucket"
         assert memory.peak_bytes <= 3 * memory.bucket_bytes, f"{form}: as many at once as buckets under way"
-        assert memory.workspace_bytes <= 3 * memory.bucket_bytes, f"{form}: the first backward's are not kept"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_keeps_its_share_of_the_state_and_no_temporary_is_larger_than_a_bucket(world_size: int) -> None:
     run_ranks(_bounded, world_size)
-
-
-async def _not_gathered(*_: Any) -> None:
-    pass
 
 
 def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, list[torch.Tensor]]:
@@ -176,8 +153,8 @@ def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, li
             return rows
 
         patch.setattr(BucketShards, "rows", watched)
-        patch.setattr(exchange, "_AT_ONCE_BYTES_ON_STREAMS", at_once_bytes)
-        patch.setattr(Exchange, "gather", _not_gathered)  # So that only the reduction needs workspace.
+        patch.setattr(exchange, "_LEAST_BYTES_ON_STREAMS", at_once_bytes)
+        patch.setattr(ZeroStep, "gathering", lambda *_: ())  # So that only the reduction needs workspace.
         ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
         zero.step()
     return max(taken), [tensor.detach().clone() for tensor in trained]
@@ -214,27 +191,3 @@ def test_what_other_ranks_send_takes_two_rows_however_large_a_bucket_is(rank: in
     held_bytes, found = _in_rows(rank, world_size, row_bytes)
     assert 0 < held_bytes <= 2 * row_bytes
     assert all(map(torch.equal, found, expected))
-
-
-def test_workspace_is_shared_by_the_threads_of_backward_and_of_the_engine() -> None:
-    """New buckets are cut, which frees it, while those before them are under way."""
-    workspace, like, done = Exchange(), torch.empty(0), threading.Event()
-
-    def cut() -> None:
-        while not done.is_set():
-            workspace.trim()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    other = threading.Thread(target=cut)
-    other.start()
-    try:
-        for _ in range(3000):
-            buffers = [workspace._take(numel, like) for numel in (8, 16, 32, 64)]
-            assert len({_address(buffer) for buffer in buffers}) == len(buffers)
-            for buffer in buffers:
-                workspace._give(buffer)
-    finally:
-        done.set()
-        other.join()
-        sys.setswitchinterval(interval)

@@ -1,6 +1,7 @@
 """The elements that each rank owns, and the pieces of a bucket."""
 
 import functools
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_a_bucket_is_cut_as_its_parameters_are(
     with streams_replaced(IdleStreams()) if on_streams else nullcontext():
         for tensor in tensors:
             owner = owners.get(id(tensor))
-            shards.append(Shard(tensor, name="", dtype=torch.float32, rank=rank, ranks=ranks, owner=owner))
+            shards.append(Shard(tensor, name="", master_dtype=None, rank=rank, ranks=ranks, owner=owner))
     kept = [None if place == left_out and len(numels) > 1 else shard for place, shard in enumerate(shards)]
     with streams_replaced(IdleStreams()) if on_streams else nullcontext():
         bucket = BucketShards(kept, numels)
@@ -81,7 +82,9 @@ def test_a_bucket_is_cut_as_its_parameters_are(
     gradients = bucket.gradients_of_all(flat)
     rest = torch.cat([*bucket.rest(flat), flat[:0]]).tolist()
     assert sorted([*torch.cat([*gradients, flat[:0]]).tolist(), *rest]) == flat.tolist()
-    by_owner = {owner: [*large, *small] for owner, (large, small) in bucket.by_owner(gradients).items()}
+    by_owner = {
+        owner: [*itertools.chain.from_iterable(messages)] for owner, messages in bucket.messages(gradients).items()
+    }
     assert sorted(torch.cat([*by_owner.get(rank, []), flat[:0]]).tolist()) == own
     assert sum(part.numel() for parts in by_owner.values() for part in parts) == flat.numel() - len(rest)
     if not on_streams or not bucket.are_divided:

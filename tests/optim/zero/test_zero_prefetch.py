@@ -41,14 +41,13 @@ class _Loop:
         )
         self.registration = chain(ZeroStep(zero, gather="forward", deferred=deferred)).register(self.ddp)
         self.gathered = 0
-        gather = zero.exchange.gather
+        (self.stage,) = zero.updates
+        gathering = self.stage.gathering
 
-        async def slow_gather(shards: Any, group: Any) -> None:
-            time.sleep(gather_s)
-            await gather(shards, group)
+        def count() -> None:
             self.gathered += 1
 
-        zero.exchange.gather = slow_gather  # type: ignore[method-assign]
+        self.stage.gathering = lambda shards: (lambda: time.sleep(gather_s), *gathering(shards), count)
 
     @property
     def module(self) -> Any:
@@ -151,13 +150,13 @@ def test_the_error_of_a_failed_gather_stays_until_the_parameters_are_loaded(rank
     loop = _Loop(rank, is_plain=False)
     zero = loop.optimizer
 
-    async def bad(shards: Any, group: Any) -> None:
+    def bad(shards: Any) -> Any:
         raise ValueError("lost")
 
     for step in range(2):
         loop.step(step)
     zero.wait()
-    good, zero.exchange.gather = zero.exchange.gather, bad
+    good, loop.stage.gathering = loop.stage.gathering, bad
     saved = {name: value.clone() for name, value in loop.module.state_dict().items()}
     loop.backward(2)
     # Until the parameters are loaded, nobody goes on with different models on the ranks.
@@ -165,7 +164,7 @@ def test_the_error_of_a_failed_gather_stays_until_the_parameters_are_loaded(rank
         with pytest.raises(ValueError, match="lost") as failure:
             act()
         assert "load a checkpoint by model.load_state_dict(...) on every rank" in failure.value.__notes__[-1]
-    zero.exchange.gather = good
+    loop.stage.gathering = good
     zero.consolidate_state_dict(to=None)
     zero.step()
     zero.load_state_dict(zero.state_dict())
@@ -177,7 +176,7 @@ def test_the_error_of_a_failed_gather_stays_until_the_parameters_are_loaded(rank
         first = parameter.detach().clone()
         dist.broadcast(first, 0)
         assert torch.equal(parameter, first)
-    zero.exchange.gather = bad
+    loop.stage.gathering = bad
     loop.backward(5)
     with pytest.raises(ValueError, match="lost"):
         zero.wait()

@@ -8,9 +8,11 @@ import torch
 from torch.distributed.algorithms.join import Join
 from zero_loops import ADAMW_OPTIONS, FORMS, register
 
+from benchmarks.host_cost import model_on
 from harness import assert_parity, on_ranks, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
+    AllReduce,
     TrainingLoopError,
     UnsupportedError,
     ZeroRedundancyOptimizer,
@@ -184,3 +186,19 @@ def test_pytorchs_join_is_refused_with_unused_parameters_and_without_zero_outsid
     error: Any = TrainingLoopError if rank == 1 else Exception
     with pytest.raises(error, match=match):
         _train(ddp, zero, MLP, [ddp], rank)
+
+
+def test_a_forward_without_synchronization_before_a_step_that_is_due_is_refused() -> None:
+    """On an accelerator, whose host would wait for a comparison."""
+    with model_on(8, 2) as (ddp, x):
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        chain(AllReduce(), ZeroStep(zero, deferred=True)).register(ddp)
+        for _ in range(3):
+            with ddp.no_sync():
+                ddp(x).sum().backward()
+            ddp(x).sum().backward()
+            with ddp.no_sync(), pytest.raises(TrainingLoopError, match=r"own gradients to the mean.*after zero\.step"):
+                ddp(x)
+            with ddp.no_sync(), torch.no_grad():
+                ddp(x)
+            zero.step()
