@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,11 @@ from overlap.hooks import PostLocal, Role, Stage, StageHook
 from overlap.hooks.adapters import HookStage, hook_name
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import is_same_state, redistributed, updates_of, walk
-from overlap.hooks.states import StatesOfRanks, uncopied
+from overlap.hooks.states import StatesOfRanks, uncopied, under
 from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.zero.checkpoint import merged
 from overlap.ranks.values import snapshot
 
 OneOptim = Optimizer | FunctionalOptimizer
@@ -189,7 +189,7 @@ class Run:
     def _state_of(self, optim: Any) -> dict[str, Any]:
         state: dict[str, Any] = {"class": _class_of(optim), "parameters": self._labels_of(optim)}
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**state, "own": optim.sharded_state().pieces()}
+            return {**state, "own": optim.sharded_state().own()}
         own = dict(optim.state_dict())
         if isinstance(optim, LocalSGD):  # Its stages are saved with the model's.
             own["local_sgd"] = {key: value for key, value in own["local_sgd"].items() if key != "stages"}
@@ -198,9 +198,8 @@ class Run:
     def load_state_dict(self, state: State, *, stages_only: bool = False) -> None:
         """Load a state of this rank, as :func:`load_state_dict`; with ``stages_only`` that of the stages."""
         self.check(state, stages_only=stages_only)
-        # PyTorch's optimizers keep the tensors that they load, and change them in place.
-        optimizers = [copy.deepcopy(one) if "state" in one else one for one in state.get("optimizer", ())]
-        self.load_checked({**state, "optimizer": optimizers})
+        # Optimizers keep the tensors that they load, and change them in place.
+        self.load_checked({**state, "optimizer": copy.deepcopy(state.get("optimizer", ()))})
 
     def check(self, state: State, *, stages_only: bool = False) -> None:
         """Raises: ConfigurationError, TrainingLoopError: as :func:`load_state_dict`."""
@@ -232,7 +231,7 @@ class Run:
         for optim, saved in zip(self.optimizers, optimizers or (), strict=False):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.prepare_to_load()
-                optim.sharded_state().load_pieces(saved["own"])
+                optim.sharded_state().load(saved["own"])
             else:
                 _load_in_saved_dtypes(optim, saved["state"])
 
@@ -250,7 +249,7 @@ class Run:
         self._check_optimizers(state["optimizer"])
         for optim, of_one in zip(self.optimizers, state["optimizer"], strict=True):
             if isinstance(optim, ZeroRedundancyOptimizer):
-                optim.sharded_state().check_pieces(of_one["own"])
+                optim.sharded_state().check(of_one["own"])
 
     def _check_stages(self, state: State) -> None:
         then = state["stages"] and state["stages"]["classes"]
@@ -317,21 +316,23 @@ class Run:
                 f"these are the states of ranks {numbers} of {', '.join(map(str, sizes)) or 'none'}: give those of all "
                 "ranks of one run, each once"
             )
-        olds = sorted(states, key=lambda state: int(state["rank"]))
+        in_order = sorted(states, key=lambda state: int(state["rank"]))
+        olds = StatesOfRanks(len(in_order), in_order.__getitem__)
         if len(olds) == self.ranks:
-            return olds[self.rank]
+            return dict(olds[self.rank])
         for old in olds:
             self._check_stages(old)
             if "optimizer" in old:
                 self._check_optimizers(old["optimizer"])
         base = {**olds[self.rank % len(olds)], "rank": self.rank, "ranks": self.ranks}
         if self.stage is not None:
-            memories = [old["stages"]["state"] for old in olds]
-            made = redistributed(self.stage, memories, rank=self.rank, ranks=self.ranks)
+            made = redistributed(self.stage, under(under(olds, "stages"), "state"), rank=self.rank, ranks=self.ranks)
             base["stages"] = {**base["stages"], "state": made}
         if "optimizer" in base:
-            of_ranks = zip(*(old["optimizer"] for old in olds), strict=True)
-            base["optimizer"] = [self.redistributed(place, one) for place, one in enumerate(of_ranks)]
+            base["optimizer"] = [
+                self.redistributed(place, StatesOfRanks(len(olds), partial(_optimizer_of, olds, place)))
+                for place in range(len(self.optimizers))
+            ]
         for name in self.names.values() if "model" in base else ():
             for rank, old in enumerate(olds):
                 if not is_same_state(old["model"].get(name), olds[0]["model"].get(name)):
@@ -344,14 +345,16 @@ class Run:
 
     def redistributed(self, place: int, states: Sequence[State]) -> State:
         """The state of an optimizer, by its place, from those of all old ranks."""
-        optim, olds = self.optimizers[place], StatesOfRanks.given(states)
-        base = self.rank % len(olds)
+        optim, base = self.optimizers[place], states[self.rank % len(states)]
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**olds[base], "own": merged([old["own"] for old in olds])}
+            return {**base, "own": optim.sharded_state().merged([one["own"] for one in states])}
         if isinstance(optim, LocalSGD):
-            own = LocalSGD.redistribute(olds.of("state"), rank=self.rank, ranks=self.ranks)
-            return {**olds.without(base, "state"), "state": own}
-        return dict(olds[base])
+            return {**base, "state": LocalSGD.redistribute(under(states, "state"), rank=self.rank, ranks=self.ranks)}
+        return dict(base)
+
+
+def _optimizer_of(states: Sequence[State], place: int, rank: int) -> Any:
+    return states[rank]["optimizer"][place]
 
 
 def _check_keys(state: object, least: Collection[str]) -> None:

@@ -91,11 +91,11 @@ class TrainState:
         with Agreement(self._ddp.process_group, "gather the state of a TrainState") as agreement:
             run = self._run("gathered")
             common, own = _divided(run, run.state(stages_only=self._stages_only) if parts is None else parts)
-            parted = split(own)
+            split(own)  # What cannot be sent is refused before any rank sends.
             agreement.agree()
         group = side_group(self._ddp.process_group)
         if run.rank != to:
-            send(parted, to, group)
+            send(own, to, group)
             return None
         common = snapshot(common)
         each = [snapshot(own) if rank == to else receive(rank, group) for rank in range(run.ranks)]

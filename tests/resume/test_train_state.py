@@ -111,7 +111,7 @@ def _refused(rank: int, folder: Path) -> None:
     classes = overlap.state_dict(zero_ddp, zero)["stages"]["classes"]
     with pytest.raises(ConfigurationError, match="of class AdamW, but this one is a ZeroRedundancyOptimizer"):
         overlap.load_state_dict(zero_ddp, zero, {**state, "stages": {**state["stages"], "classes": classes}})
-    with pytest.raises(ConfigurationError, match=r"share of .* is not the one that was saved .*missing"):
+    with pytest.raises(ConfigurationError, match=r"share of .* is not the one that was saved"):
         overlap.load_state_dict(*_zero(rank, steps=0, partition="parameter"), overlap.state_dict(*_zero(rank)))
     with pytest.raises(ConfigurationError, match="Linear is not a DistributedDataParallel model"):
         overlap.state_dict(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -661,9 +661,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
         with Agreement(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as agreement:
             state = self.sharded_state()
-            blocks = state.blocks(state.pieces(), to)
+            own = state.own()
+            state.check_consolidation(own, to)
             agreement.agree()
-            whole = state.consolidate(to, blocks)
+            whole = state.consolidate(own, to)
         # That of another rank takes nothing away from this one.
         if whole is not None or not self.consolidated:
             self.consolidated[:] = [whole or {}]
