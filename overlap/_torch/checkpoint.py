@@ -92,7 +92,9 @@ class Boxes:
         return cls.chunk(flat, dense.shape, dense.stride(), 0, is_read=is_read)
 
     @classmethod
-    def chunk(cls, flat: Flat, shape: Sequence[int], strides: Sequence[int], start: int, *, is_read: bool) -> Boxes:
+    def chunk(
+        cls, flat: Flat, shape: Sequence[int], strides: Sequence[int], start: int, *, is_read: bool = False
+    ) -> Boxes:
         """The elements from ``start`` on, in the order of the memory, of a dense tensor with these ``strides``; to be
         read into where ``is_read``, in few pieces."""
         # The dimensions from the slowest to the fastest one, and where each of the tensor's own is among them.
@@ -143,7 +145,7 @@ def _looked_up(state_dict: Mapping[str, Any], index: Any) -> Any:
     return found.parts[index.offset][1]() if isinstance(found, Boxes) else found
 
 
-class _SavePlanner(DefaultSavePlanner):
+class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         return _looked_up(self.state_dict, index)
 
@@ -190,7 +192,7 @@ def write(items: Mapping[str, Any], folder: str, group: dist.ProcessGroup) -> No
     Raises:
         CheckpointException: a rank could not write.
     """
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp_save(dict(items), storage_writer=_Writer(folder), planner=planner, process_group=group)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -41,11 +42,13 @@ def alike_in(states: Sequence[Any], rank: int, *, but: Collection[str]) -> dict[
 
 
 _are_copied = True
+_is_told = False
 
 
 @contextlib.contextmanager
 def uncopied() -> Iterator[None]:
-    """Within it stages return their memory itself as their state, to code that copies or writes it at once."""
+    """Within it a whole run is saved or loaded, by code that copies or writes states at once: stages return their
+    memory itself, and :func:`warn_of_memory` does not warn."""
     global _are_copied
     before, _are_copied = _are_copied, False
     try:
@@ -57,3 +60,23 @@ def uncopied() -> Iterator[None]:
 def copied(tensor: Tensor) -> Tensor:
     """A copy of ``tensor`` in a stage's state, or within :func:`uncopied` itself."""
     return tensor.clone() if _are_copied else tensor
+
+
+def memory_is_saved() -> None:
+    """The loop, or its framework, saves what stages remember beside its optimizers."""
+    global _is_told
+    _is_told = True
+
+
+def warn_of_memory(has_memory: Callable[[], bool], memory: str) -> None:
+    """An optimizer's state is saved or loaded by itself: warn, once in a process, of the ``memory`` that is not in it,
+    where there is such."""
+    if _is_told or not _are_copied or not has_memory():
+        return
+    memory_is_saved()
+    warnings.warn(
+        f"{memory} is not in the state of the optimizer, and a run that resumes without it gives other results: save "
+        "with overlap.save(folder, ddp, optimizer) on every rank, and load with overlap.load(folder, ddp, optimizer)",
+        UserWarning,
+        stacklevel=4,
+    )

@@ -79,43 +79,31 @@ def save(
 ) -> Future[None] | None:
     """Save all that the ranks of a run need to resume into one folder; call it on every rank, after ``step()``.
 
-    It has what :func:`state_dict` has, and in addition ``loop``, values and objects by name::
-
-        overlap.save(f"runs/1/{step:06}", ddp, optim, step=step, scheduler=scheduler, loader=loader)
-
-    Any number of ranks can :func:`load` it, and PyTorch's own calls read the model and the optimizers. A save that was
-    interrupted is not a checkpoint, and is refused by :func:`load`.
+    It has what :func:`state_dict` has, and ``loop``. Any number of ranks can :func:`load` it, and PyTorch's own calls
+    read the model and the optimizers. A save that was interrupted is refused by :func:`load`.
 
     Args:
         folder: of this save alone, on a file system that all ranks share.
         ddp: the model.
-        optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
-            saved.
+        optim: the optimizer of the training loop, or a list of all where it has several; ``None`` saves none.
         wait: return when all is written. If ``False``, copy everything to CPU memory and write it in a thread.
         **loop: what the loop adds: objects with a ``state_dict`` and a ``load_state_dict``, such as schedulers, a
             ``GradScaler`` or a ``StatefulDataLoader``; numbers, texts and tensors. Each rank saves its own.
 
     Returns:
-        With ``wait=False`` a future, whose ``result()`` returns when all is written, or raises why it is not. The next
-        save waits for it.
+        With ``wait=False`` a future of the write. The next save waits for it.
 
     Communication: one agreement; plans of what each rank writes are gathered on rank 0, over a Gloo group.
 
     Raises:
-        ConfigurationError: ``folder`` has a checkpoint already, or something cannot be saved, as for
-            :func:`state_dict`. Nothing was written.
+        ConfigurationError: ``folder`` has a checkpoint already, or as for :func:`state_dict`. Nothing was written.
         TrainingLoopError: between backward and ``step()``.
         PeerError: another rank has raised one of these.
         CollectiveError: a rank could not write its part, or is lost.
 
-    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
-    >>> chain(PowerSGD(rank=1), Step(optim)).register(ddp)
-    <chain(PowerSGD(rank=1), Step(SGD, interleaved)) registered>
+    >>> optim = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     >>> from tempfile import mkdtemp
-    >>> folder = mkdtemp()
-    >>> overlap.save(folder, ddp, optim, step=1)
-    >>> overlap.load(folder, ddp, optim)
-    {'step': 1}
+    >>> overlap.save(mkdtemp(), ddp, optim, step=1)
     """
     from overlap._torch.checkpoint import write  # Its imports take long.
 
@@ -142,9 +130,9 @@ def save(
 def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim = None, **loop: Any) -> dict[str, Any]:
     """Load what :func:`save` has written, on any number of ranks; call it on every rank, after stages are registered.
 
-    Everything is read and compared before anything is changed. How each part comes to another number of ranks is
-    described in ``docs/resuming.md``. It also loads a :class:`TrainState` that ``torch.distributed.checkpoint`` has
-    saved, and a folder with ``model`` and ``optim`` of PyTorch's ``get_state_dict``, into stages without memory.
+    Everything is read and compared before anything is changed; docs/resuming.md says how each part comes to another
+    number of ranks. It also loads a :class:`TrainState` that ``torch.distributed.checkpoint`` has saved, and a folder
+    with ``model`` and ``optim`` of PyTorch's ``get_state_dict``, into stages without memory.
 
     Args:
         folder: that was saved.
@@ -161,8 +149,7 @@ def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim
 
     Raises:
         ConfigurationError: ``folder`` has no whole checkpoint, is damaged, or is another model's, optimizer's or
-            chain's; or an object was saved that differed between the ranks, and their number is another. Nothing was
-            changed.
+            chain's; or an object differed between ranks, and their number is another. Nothing was changed.
         TrainingLoopError: between backward and ``step()``, where the update was made in backward.
         PeerError: another rank has raised one of these.
 
@@ -177,7 +164,7 @@ def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim
     {'epoch': 3}
     """
     group = check_ddp(ddp).process_group
-    with Agreement(group, "load a run") as agreement, contextlib.ExitStack() as undone:
+    with Agreement(group, "load a run") as agreement, contextlib.ExitStack() as undone, uncopied():
         refuse_once_joined(group, "overlap.load()")
         run = Run(ddp, optim, "load")
         saved = _Found(Path(folder), run)
@@ -300,7 +287,7 @@ class _Saved:
         for name, kind in decided.items():
             if (part := self._parts.get(name)) is None:
                 continue
-            boxes = _boxes().chunk(part, (part.numel(),), (1,), 0, is_read=False)
+            boxes = _boxes().chunk(part, (part.numel(),), (1,), 0)
             if kind == "same":
                 items[f"{_BYTES}{_ALL}.{name}"] = boxes.share(name, run.rank, run.ranks)
             else:
@@ -337,7 +324,7 @@ class _Saved:
                     name = f"{_STATE}{names[index]}.{key}"
                     if is_per_element(value, piece["shape"]):
                         flat, shape = in_memory_order(value, shard.strides), shard.parameter.shape
-                        self._items[name] = _boxes().chunk(flat, shape, shard.strides, piece["start"], is_read=False)
+                        self._items[name] = _boxes().chunk(flat, shape, shard.strides, piece["start"])
                     elif shard.is_whole or shard.rank == 0:  # What is not by element all ranks have alike.
                         self._items[name] = (
                             _boxes().whole(value) if isinstance(value, Tensor) else snapshot(value, name)

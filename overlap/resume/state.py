@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from overlap.hooks import PostLocal, Role, Stage, StageHook
 from overlap.hooks.adapters import HookStage, hook_name
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import is_same_state, redistributed, updates_of, walk
-from overlap.hooks.states import StatesOfRanks, uncopied, under
+from overlap.hooks.states import uncopied, under
 from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.inner import AveragingOptimizer
@@ -42,19 +41,15 @@ _KEYS = {*_OF_STAGES, "model", "optimizer"}
 def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, Any]:
     """All that this rank needs to resume its run exactly: each rank saves its own.
 
-    It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share; of a ``LocalSGD`` the round,
-    the outer optimizer and a pending average), and the state of the registered stages, nested ones included: error
-    feedback, factors, counters and generators. Gradients, learning rate schedulers, ``GradScaler``, the position in the
-    data and PyTorch's own generators are not in it.
-
-    It is a snapshot in CPU memory, of tensors and plain values: ``torch.load(..., weights_only=True)`` loads it. What
-    stages remember is as the last step has left it; of a chain without an update, which learns of no step, as the last
-    backward has, unless ``registration.discard()`` was called.
+    It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share) and the state of the
+    registered stages; not gradients, schedulers, ``GradScaler``, the position in the data and PyTorch's generators. It
+    is a snapshot in CPU memory that ``torch.load(..., weights_only=True)`` loads. What stages remember is as the last
+    step has left it; of a chain without an update, which learns of no step, as the last backward has, unless
+    ``registration.discard()`` was called.
 
     Args:
         ddp: the model.
-        optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
-            saved.
+        optim: the optimizer of the training loop, or a list of all where it has several; ``None`` saves none.
 
     Communication: none; waits for gathers and averages that are under way.
 
@@ -66,10 +61,7 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
     >>> chain(PowerSGD(rank=1), Step(optim)).register(ddp)
     <chain(PowerSGD(rank=1), Step(SGD, interleaved)) registered>
-    >>> loss_fn(ddp(x), y).backward()
-    >>> optim.step()
-    >>> state = overlap.state_dict(ddp, optim)
-    >>> sorted(state)
+    >>> sorted(overlap.state_dict(ddp, optim))
     ['model', 'optimizer', 'rank', 'ranks', 'stages', 'version']
     """
     return Run(ddp, optim, "state_dict").state_dict()
@@ -78,10 +70,9 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
 def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | Sequence[State]) -> None:
     """Load what :func:`state_dict` returned on this rank; call it on every rank, after stages are registered.
 
-    Given what it returned on all ranks, as a list, it loads this rank's; or, if the number of ranks has changed, this
-    rank's part as described in ``docs/resuming.md``. Everything is compared by name before anything is changed. A plain
-    optimizer's state loads into an ``OverlappedOptimizer``, and the other way round. Later steps do not change
-    ``state``, so a run can go back to it again.
+    Of the list of the states of all ranks it loads this rank's, or its part at another number of ranks, as
+    docs/resuming.md describes. Everything is compared by name before anything is changed. A plain optimizer's state
+    loads into an ``OverlappedOptimizer``, and the other way round. Later steps do not change ``state``.
 
     Args:
         ddp: the model, with the same stages registered as in the run that was saved.
@@ -98,8 +89,6 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | S
 
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
     >>> registration = chain(PowerSGD(rank=1), Step(optim)).register(ddp)
-    >>> loss_fn(ddp(x), y).backward()
-    >>> optim.step()
     >>> state = overlap.state_dict(ddp, optim)
     >>> overlap.load_state_dict(ddp, optim, state)  # in a new process, after the same registration
     """
@@ -220,6 +209,10 @@ class Run:
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load a state that has passed :meth:`check`, part by part, each of which is then removed from it."""
         self._wait()
+        with uncopied():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         stages, model, optimizers = (state.pop(key, None) for key in ("stages", "model", "optimizer"))
         if self.stage is not None:
             self.stage.load_state_dict(stages["state"])
@@ -316,23 +309,21 @@ class Run:
                 f"these are the states of ranks {numbers} of {', '.join(map(str, sizes)) or 'none'}: give those of all "
                 "ranks of one run, each once"
             )
-        in_order = sorted(states, key=lambda state: int(state["rank"]))
-        olds = StatesOfRanks(len(in_order), in_order.__getitem__)
+        olds = sorted(states, key=lambda state: int(state["rank"]))
         if len(olds) == self.ranks:
-            return dict(olds[self.rank])
+            return olds[self.rank]
         for old in olds:
             self._check_stages(old)
             if "optimizer" in old:
                 self._check_optimizers(old["optimizer"])
         base = {**olds[self.rank % len(olds)], "rank": self.rank, "ranks": self.ranks}
         if self.stage is not None:
-            made = redistributed(self.stage, under(under(olds, "stages"), "state"), rank=self.rank, ranks=self.ranks)
+            memories = [old["stages"]["state"] for old in olds]
+            made = redistributed(self.stage, memories, rank=self.rank, ranks=self.ranks)
             base["stages"] = {**base["stages"], "state": made}
         if "optimizer" in base:
-            base["optimizer"] = [
-                self.redistributed(place, StatesOfRanks(len(olds), partial(_optimizer_of, olds, place)))
-                for place in range(len(self.optimizers))
-            ]
+            of_ranks = zip(*(old["optimizer"] for old in olds), strict=True)
+            base["optimizer"] = [self.redistributed(place, one) for place, one in enumerate(of_ranks)]
         for name in self.names.values() if "model" in base else ():
             for rank, old in enumerate(olds):
                 if not is_same_state(old["model"].get(name), olds[0]["model"].get(name)):
@@ -351,10 +342,6 @@ class Run:
         if isinstance(optim, LocalSGD):
             return {**base, "state": LocalSGD.redistribute(under(states, "state"), rank=self.rank, ranks=self.ranks)}
         return dict(base)
-
-
-def _optimizer_of(states: Sequence[State], place: int, rank: int) -> Any:
-    return states[rank]["optimizer"][place]
 
 
 def _check_keys(state: object, least: Collection[str]) -> None:

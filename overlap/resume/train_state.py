@@ -17,6 +17,7 @@ from overlap._checks import check_ddp, check_flag
 from overlap._torch.c10d import side_group
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
+from overlap.hooks.states import memory_is_saved
 from overlap.optim import ZeroRedundancyOptimizer
 from overlap.ranks.board import Agreement
 from overlap.ranks.values import mapped, receive, send, snapshot, split
@@ -56,6 +57,7 @@ class TrainState:
     """
 
     def __init__(self, ddp: DistributedDataParallel, optim: Optim = None, *, stages_only: bool = False) -> None:
+        memory_is_saved()
         self._ddp, self._optim = check_ddp(ddp), optim
         self._stages_only = check_flag("stages_only", stages_only)
 

@@ -23,7 +23,7 @@ from overlap._torch.optimizer import step_hooks
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
-from overlap.hooks.states import alike_in, under
+from overlap.hooks.states import alike_in, under, warn_of_memory
 from overlap.hooks.wires import Wire
 from overlap.join.context import active_join, refuse_before_model, refuse_once_joined
 from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecycle, refusals_told
@@ -34,6 +34,7 @@ from overlap.optim.stepper import FoundInf, StepGuard
 from overlap.optim.update import without_adding_up
 
 _KEY = "local_sgd"
+_OF_RANKS = "the model of each rank, which is its own in the middle of a round,"
 
 _FORM = Form("local.step()", "LocalSGD", is_deferred=True)
 
@@ -222,6 +223,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         Ranks differ between two averages, so each saves its own, with its own model's. Waits for a pending average.
         """
         own = {**self.averager.state_dict(), "stages": self.registration.stage.state_dict()}
+        warn_of_memory(lambda: any(own["own_steps"]), _OF_RANKS)
         return {**self.optim.state_dict(), _KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -235,6 +237,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
                 stacklevel=2,
             )
             return
+        warn_of_memory(lambda: any(own["own_steps"]), _OF_RANKS)
         self.averager.load_state_dict(own)
         if "stages" in own:  # overlap.state_dict has them beside the optimizer.
             self.registration.stage.load_state_dict(own["stages"])
