@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -62,9 +62,15 @@ def boxes(shape: Sequence[int], start: int, end: int, limit: int) -> Iterator[_B
         start = stop
 
 
-def _limit(numel: int, dtype: torch.dtype, *, is_read: bool) -> int:
-    least, most = (size // dtype.itemsize for size in _BOX_BYTES)
-    return max(1, numel) if is_read else min(most, max(least, numel // _BOXES))
+class Flat(Protocol):
+    """A flat tensor, or one whose slices are made when they are asked for."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def numel(self) -> int: ...
+
+    def __getitem__(self, elements: slice, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -79,57 +85,34 @@ class Boxes:
     @classmethod
     def whole(cls, tensor: Tensor, *, is_read: bool = False) -> Boxes:
         """All of ``tensor``; to be read into where ``is_read``, in one piece."""
-
-        def part(offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-            return tensor.detach()[tuple(slice(o, o + z) for o, z in zip(offsets, sizes, strict=True))]
-
-        found = boxes(tensor.shape, 0, tensor.numel(), _limit(tensor.numel(), tensor.dtype, is_read=is_read))
-        return cls._of(tensor.shape, tensor.dtype, {o: (z, partial(part, o, z)) for o, z, _ in found})
+        dense = tensor.detach()
+        if not torch.ops.aten.is_non_overlapping_and_dense(dense):
+            dense = dense.contiguous()
+        flat = dense.as_strided((dense.numel(),), (1,), int(dense.storage_offset()))
+        return cls.chunk(flat, dense.shape, dense.stride(), 0, is_read=is_read)
 
     @classmethod
     def chunk(
-        cls, flat: Tensor, shape: Sequence[int], strides: Sequence[int], start: int, *, is_read: bool = False
+        cls, flat: Flat, shape: Sequence[int], strides: Sequence[int], start: int, *, is_read: bool = False
     ) -> Boxes:
-        """The elements from ``start`` on, in the order of the memory, of a dense tensor with these ``strides``."""
+        """The elements from ``start`` on, in the order of the memory, of a dense tensor with these ``strides``; to be
+        read into where ``is_read``, in few pieces."""
         # The dimensions from the slowest to the fastest one, and where each of the tensor's own is among them.
         order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
-        place = [order.index(dim) for dim in range(len(shape))]
+        place, whole = [order.index(dim) for dim in range(len(shape))], torch.Size(shape)
 
         def part(first: int, sizes: Sequence[int]) -> Tensor:
             return flat[first - start : first - start + math.prod(sizes)].view(sizes).permute(place)
 
-        ordered, limit = [shape[dim] for dim in order], _limit(math.prod(shape), flat.dtype, is_read=is_read)
-        parts = {
-            tuple(o[dim] for dim in place): (tuple(z[dim] for dim in place), partial(part, first, z))
-            for o, z, first in boxes(ordered, start, start + flat.numel(), limit)
+        least, most = (size // flat.dtype.itemsize for size in _BOX_BYTES)
+        limit = max(1, whole.numel()) if is_read else min(most, max(least, whole.numel() // _BOXES))
+        parts: dict[torch.Size, tuple[torch.Size, Callable[[], Tensor]]] = {
+            torch.Size(o[dim] for dim in place): (torch.Size(z[dim] for dim in place), partial(part, first, z))
+            for o, z, first in boxes([shape[dim] for dim in order], start, start + flat.numel(), limit)
         }
-        return cls._of(shape, flat.dtype, parts)
-
-    @classmethod
-    def row(
-        cls,
-        row: int,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        span: range,
-        make: Callable[[int, int], Tensor],
-        *,
-        is_read: bool = False,
-    ) -> Boxes:
-        """The elements at ``span`` of a row of a matrix of this ``shape``, which ``make(start, end)`` returns."""
-
-        def part(start: int, end: int) -> Tensor:
-            return make(start, end).unsqueeze(0)
-
-        found = boxes([shape[1]], span.start, span.stop, _limit(shape[1], dtype, is_read=is_read))
-        return cls._of(shape, dtype, {(row, *o): ((1, *z), partial(part, o[0], o[0] + z[0])) for o, z, _ in found})
-
-    @classmethod
-    def _of(cls, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[tuple[int, ...], Any]) -> Boxes:
-        whole = torch.Size(shape)
         if not parts and not whole.numel():  # A box without elements says that there is such a tensor.
-            parts = {(0,) * len(whole): (whole, lambda: torch.empty(whole, dtype=dtype, device="cpu"))}
-        return cls(whole, dtype, {torch.Size(o): (torch.Size(z), made) for o, (z, made) in parts.items()})
+            parts = {torch.Size([0] * len(whole)): (whole, lambda: torch.empty(whole, dtype=flat.dtype, device="cpu"))}
+        return cls(whole, flat.dtype, parts)
 
     def share(self, name: str, rank: int, ranks: int) -> Boxes:
         """Those boxes of a tensor that all ranks have which this one writes, so that none plans what others write."""
@@ -162,7 +145,7 @@ def _looked_up(state_dict: Mapping[str, Any], index: Any) -> Any:
     return found.parts[index.offset][1]() if isinstance(found, Boxes) else found
 
 
-class _SavePlanner(DefaultSavePlanner):
+class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         return _looked_up(self.state_dict, index)
 
@@ -209,7 +192,7 @@ def write(items: Mapping[str, Any], folder: str, group: dist.ProcessGroup) -> No
     Raises:
         CheckpointException: a rank could not write.
     """
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp_save(dict(items), storage_writer=_Writer(folder), planner=planner, process_group=group)
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap.errors import ArgumentTypeError, ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
-from overlap.hooks.states import StatesOfRanks
+from overlap.hooks.states import under
 
 
 class Role(enum.IntEnum):
@@ -227,15 +227,14 @@ class Stage:
             ConfigurationError: the states differ.
         """
         children = {str(position): child for position, child in enumerate(self.children)}
-        given = StatesOfRanks.given(states)
-        made, *others = (given.without(old, *children) for old in range(len(given)))
+        made, *others = ({key: state[key] for key in state if key not in children} for state in states)
         if not all(is_same_state(state, made) for state in others):
             raise ConfigurationError(
                 f"{self!r} remembers other things on each rank, and has no rule for another number of ranks: resume "
                 f'with {len(states)}, or set state["stages"]["state"] = {{}} in every state, and all stages begin anew'
             )
         for key, child in children.items():
-            if state := redistributed(child, given.of(key), rank=rank, ranks=ranks):
+            if state := redistributed(child, under(states, key), rank=rank, ranks=ranks):
                 made[key] = state
         return made
 
@@ -345,9 +344,7 @@ async def follow(plan: Plan) -> None:
 
 def redistributed(stage: Stage, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
     """:meth:`Stage.redistribute` of states that may all be empty, as before the first pass."""
-    given = StatesOfRanks.given(states)
-    is_any = any(given.keys(old) for old in range(len(given)))
-    return stage.redistribute(states, rank=rank, ranks=ranks) if is_any else {}
+    return stage.redistribute(states, rank=rank, ranks=ranks) if any(states) else {}
 
 
 def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, StageContext]]:

@@ -1,86 +1,54 @@
-"""The states of the ranks of a run, read where they are looked at, and states that are not copied."""
+"""The states of the ranks of a run, each made where it is looked at, and states that are not copied."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 
 class StatesOfRanks(Sequence[Any]):
-    """The state of every rank of a run, in their order; one that lies in a file is read when it is indexed.
+    """The state of every rank of a run, each once and in their order; ``read(rank)`` returns one, when it is looked at.
 
-    Args:
-        ranks: how many there are.
-        read: returns what a rank's state has under a path of keys.
-        keys: the keys of what it has there, without reading it.
+    Where the states lie in files, a value in one is read when it is looked at.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        read: Callable[[int, tuple[str, ...]], Any],
-        keys: Callable[[int, tuple[str, ...]], Sequence[str]],
-        *,
-        path: tuple[str, ...] = (),
-        is_whole: bool = True,
-    ) -> None:
-        self._ranks, self._read, self._keys, self._path = ranks, read, keys, path
-        self.is_whole = is_whole
-        """Whether they are known to be in order, each once."""
-
-    @classmethod
-    def given(cls, states: Sequence[Any]) -> StatesOfRanks:
-        """``states``, which may be a list of a user's."""
-        if isinstance(states, StatesOfRanks):
-            return states
-
-        def read(rank: int, path: tuple[str, ...]) -> Any:
-            found = states[rank]
-            for key in path:
-                found = found.get(key, {})
-            return found
-
-        def keys(rank: int, path: tuple[str, ...]) -> Sequence[str]:
-            found = read(rank, path)
-            return list(found) if isinstance(found, Mapping) else ()
-
-        return cls(len(states), read, keys, is_whole=False)
-
-    def of(self, key: str) -> StatesOfRanks:
-        """What each has under ``key``; an empty dict where it has none."""
-        return StatesOfRanks(self._ranks, self._read, self._keys, path=(*self._path, key), is_whole=self.is_whole)
-
-    def keys(self, rank: int) -> Sequence[str]:
-        """Those of one rank's, which is not read for that."""
-        return self._keys(rank, self._path)
-
-    def without(self, rank: int, *keys: str) -> dict[str, Any]:
-        """One rank's, but for these ``keys``."""
-        return {key: self.of(key)[rank] for key in self.keys(rank) if key not in keys}
+    def __init__(self, ranks: int, read: Callable[[int], Any]) -> None:
+        self._ranks, self._read = ranks, read
 
     def __len__(self) -> int:
         return self._ranks
 
-    @overload
-    def __getitem__(self, place: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, place: int | slice) -> Any:
+    def __getitem__(self, place: Any) -> Any:
         found = range(self._ranks)[place]
-        return [self[one] for one in found] if isinstance(found, range) else self._read(found, self._path)
+        return [self._read(one) for one in found] if isinstance(found, range) else self._read(found)
+
+
+def under(states: Sequence[Any], key: str) -> Sequence[Any]:
+    """What each of the ``states`` has under ``key``; an empty dict where it has nothing."""
+    if isinstance(states, StatesOfRanks):
+        return StatesOfRanks(len(states), lambda rank: states[rank].get(key, {}))
+    return [state.get(key, {}) for state in states]
+
+
+def alike_in(states: Sequence[Any], rank: int, *, but: Collection[str]) -> dict[str, Any]:
+    """The values of which ranks have the same, for ``rank``, so those of old rank ``rank`` modulo their number; all
+    ``but`` these keys."""
+    state = states[rank % len(states)]
+    return {key: state[key] for key in state if key not in but}
 
 
 _are_copied = True
+_is_told = False
 
 
 @contextlib.contextmanager
 def uncopied() -> Iterator[None]:
-    """Within it stages return their memory itself as their state, to code that copies or writes it at once."""
+    """Within it a whole run is saved or loaded, by code that copies or writes states at once: stages return their
+    memory itself, and :func:`warn_of_memory` does not warn."""
     global _are_copied
     before, _are_copied = _are_copied, False
     try:
@@ -92,3 +60,23 @@ def uncopied() -> Iterator[None]:
 def copied(tensor: Tensor) -> Tensor:
     """A copy of ``tensor`` in a stage's state, or within :func:`uncopied` itself."""
     return tensor.clone() if _are_copied else tensor
+
+
+def memory_is_saved() -> None:
+    """The loop, or its framework, saves what stages remember beside its optimizers."""
+    global _is_told
+    _is_told = True
+
+
+def warn_of_memory(has_memory: Callable[[], bool], memory: str) -> None:
+    """An optimizer's state is saved or loaded by itself: warn, once in a process, of the ``memory`` that is not in it,
+    where there is such."""
+    if _is_told or not _are_copied or not has_memory():
+        return
+    memory_is_saved()
+    warnings.warn(
+        f"{memory} is not in the state of the optimizer, and a run that resumes without it gives other results: save "
+        "with overlap.save(folder, ddp, optimizer) on every rank, and load with overlap.load(folder, ddp, optimizer)",
+        UserWarning,
+        stacklevel=4,
+    )

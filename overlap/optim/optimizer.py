@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from overlap._checks import refuse_capture
 from overlap._torch.optimizer import mark_stepped, patch_step, step_hooks, unwrapped
 from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.hooks.engine.registration import registration_of
+from overlap.hooks.states import uncopied, warn_of_memory
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
@@ -32,6 +34,19 @@ from overlap.optim.update import Update, UpdatedOptimizer, check_unscaled
 _lifecycle_of = operator.attrgetter("lifecycle")
 _phase_of = operator.attrgetter("phase")
 _verdict_of = operator.attrgetter("verdict")
+
+
+def warn_of_stages(updates: Sequence[Update[Any]]) -> None:
+    """Warn, once, where only the state of an optimizer is saved or loaded, and stages beside it remember something."""
+
+    def has_memory() -> bool:
+        found = [update.lifecycle.context for update in updates]
+        models = [context.ddp() for context in found if context is not None and context.ddp is not None]
+        registrations = [registration_of(ddp) for ddp in models if ddp is not None]
+        with uncopied():
+            return any(one is not None and one.stage.state_dict() for one in registrations)
+
+    warn_of_memory(has_memory, "what the registered stages remember")
 
 
 def evaluated(closure: Callable[[], Any]) -> Any:
@@ -262,6 +277,10 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         self.stepper = SubsetStepper(self.optimizer)
         """Steps parts of the parameters."""
 
+    def state_dict(self) -> dict[str, Any]:
+        warn_of_stages(self.updates)
+        return super().state_dict()
+
     def _check_call(self, arguments: Mapping[str, Any]) -> None:
         for update in self.updates:
             if update.lifecycle.phase is Phase.APPLIED:
@@ -321,6 +340,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As the wrapped optimizer's. Raises: TrainingLoopError: the update was made in backward, and :meth:`step` is
         due."""
+        warn_of_stages(self.updates)
         for update in self.updates:
             update.lifecycle.check(Event.LOAD)
         super().load_state_dict(state_dict)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +14,33 @@ from torch import Tensor
 from overlap.errors import ConfigurationError
 from overlap.ranks.board import failures_explained
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-
-# In a skeleton: a whole number, which is in the row of int64.
+# In a skeleton: a whole number, which is sent and saved as a tensor, so that the skeletons of ranks are alike.
 _NUMBER = torch.device("meta")
+# Tensors begin at multiples of this in the bytes of a value, so that each may be viewed in its dtype.
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor, or a whole number, whose bytes are elsewhere."""
+
+    start: int
+    """Where it begins in the bytes of the value that it is in."""
+    shape: torch.Size
+    dtype: torch.dtype
+    is_number: bool
+
+    @property
+    def end(self) -> int:
+        """Where it ends there."""
+        return self.start + self.shape.numel() * self.dtype.itemsize
+
+    def value(self, tensor: Tensor) -> Any:
+        """The value itself, of a ``tensor`` with its bytes."""
+        return int(tensor.item()) if self.is_number else tensor
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Leaf)
 
 
 def snapshot(value: Any, where: str = "state_dict()") -> Any:
@@ -48,7 +71,7 @@ def mapped(value: Any, function: Callable[[Any], Any], where: str = "state_dict(
 
 
 def split(value: Any, where: str = "state_dict()") -> tuple[Any, list[Tensor]]:
-    """The skeleton of ``value``, and the tensors that are in rows."""
+    """The skeleton of ``value``, in which tensors are on the device "meta", and the tensors."""
     leaves: list[Tensor] = []
 
     def leaf(one: Any) -> Any:
@@ -61,53 +84,35 @@ def split(value: Any, where: str = "state_dict()") -> tuple[Any, list[Tensor]]:
     return mapped(value, leaf, where), leaves
 
 
-def joined(skeleton: Any, take: Callable[[torch.dtype, torch.Size], Tensor]) -> Any:
-    """The values of a ``skeleton``, of which ``take`` returns one tensor after the other."""
+def laid_out(skeleton: Any) -> tuple[Any, list[Leaf]]:
+    """The value of a ``skeleton`` with a :class:`Leaf` for each tensor, and all of these."""
+    leaves: list[Leaf] = []
 
     def leaf(one: Any) -> Any:
+        if not isinstance(one, Tensor) and one != _NUMBER:
+            return one
+        start = -(-(leaves[-1].end if leaves else 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if isinstance(one, Tensor):
-            return take(one.dtype, one.shape)
-        return int(take(torch.int64, torch.Size()).item()) if one == _NUMBER else one
+            leaves.append(Leaf(start, one.shape, one.dtype, is_number=False))
+        else:
+            leaves.append(Leaf(start, torch.Size(), torch.int64, is_number=True))
+        return leaves[-1]
 
-    return mapped(skeleton, leaf)
-
-
-def sizes_of(skeleton: Any) -> Counter[torch.dtype]:
-    """How many elements it has in the rows of each dtype."""
-    sizes: Counter[torch.dtype] = Counter()
-
-    def take(dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        sizes[dtype] += shape.numel()
-        return torch.zeros((), device="cpu")
-
-    joined(skeleton, take)
-    return sizes
+    return mapped(skeleton, leaf), leaves
 
 
-def packed(skeleton: Any) -> Tensor:
-    """A skeleton as bytes, after their number, so that others may follow."""
+def filled(laid: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
+    """What was laid out, with its tensors."""
+    return mapped(laid, lambda one: one.value(tensor_of(one)) if isinstance(one, Leaf) else one)
+
+
+def send(value: Any, to: int, group: dist.ProcessGroup) -> None:
+    """Send a nested value to rank ``to`` of a Gloo ``group``, a tensor at a time. Raises: CollectiveError: it is
+    lost."""
+    skeleton, leaves = split(value)
     buffer = io.BytesIO()
     torch.save(skeleton, buffer)
-    data = buffer.getvalue()
-    return torch.frombuffer(bytearray(len(data).to_bytes(8) + data), dtype=torch.uint8)
-
-
-def unpacked(data: Tensor) -> Any:
-    """What :func:`packed` was given; of zeros an empty state."""
-    found = data.numpy().tobytes()
-    length = int.from_bytes(found[:8])
-    return torch.load(io.BytesIO(found[8 : 8 + length]), weights_only=True) if length else {}
-
-
-Split = tuple[Any, list[Tensor]]
-"""What :func:`split` returns."""
-
-
-def send(value: Split, to: int, group: dist.ProcessGroup) -> None:
-    """Send what was split to rank ``to`` of a Gloo ``group``, a tensor at a time. Raises: CollectiveError: it is
-    lost."""
-    skeleton, leaves = value
-    data = packed(skeleton)
+    data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
     for tensor in (torch.tensor(data.numel(), device="cpu"), data, *leaves):
         if tensor.numel():
             with failures_explained():
@@ -117,11 +122,13 @@ def send(value: Split, to: int, group: dist.ProcessGroup) -> None:
 def receive(rank: int, group: dist.ProcessGroup) -> Any:
     """What ``rank`` sends."""
 
-    def take(dtype: torch.dtype, shape: Collection[int]) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.numel():
             with failures_explained():
                 dist.recv(tensor, group=group, group_src=rank)
         return tensor
 
-    return joined(unpacked(take(torch.uint8, (int(take(torch.int64, ()).item()),))), take)
+    data = take((int(take((), torch.int64).item()),), torch.uint8)
+    laid, _ = laid_out(torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True))
+    return filled(laid, lambda leaf: take(leaf.shape, leaf.dtype))

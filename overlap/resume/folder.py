@@ -8,11 +8,11 @@ optimizers and FSDP2 read it, and it may be theirs:
 - ``model.<name>`` and ``optim.state.<name>.<key>``, which ranks have in common by declaration: what DDP keeps the same,
   and the state of optimizers of parameters that it keeps the same. What several ranks have is written once. Of a
   ``ZeroRedundancyOptimizer`` each rank writes boxes of the parameter's own shape, so the file depends on no cut.
-- ``overlap.own.<dtype>``, with a row for each rank: what is a rank's own, flat, part after part. The parts are the
-  memory of stages, parameters and buffers that DDP does not keep the same, optimizers of ranks that train apart, and
-  what the loop adds. ``overlap.same.<dtype>`` has one row, of what the loop adds that all ranks have alike.
-- ``overlap.manifest``: what the rest means. Where values lie in rows follows from the *skeleton* of a part, its nested
-  values with tensors on the device "meta" in the place of those that are in rows.
+- ``overlap.bytes.<rank>.<part>``, what is a rank's own, flat. The parts are the memory of stages, parameters and
+  buffers that DDP does not keep the same, optimizers of ranks that train apart, and what the loop adds; of the latter
+  ``all`` is in the place of the rank where all ranks have it alike. ``overlap.skeleton.<rank>.<part>`` has its nested
+  values with tensors on the device "meta"; where the skeletons of all ranks are the same, once, for ``all``.
+- ``overlap.manifest``: what the rest means.
 
 A rank has one box at a time in memory beside its state. ``.metadata`` is written last.
 """
@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -46,10 +46,11 @@ from overlap.hooks.stage import redistributed
 from overlap.hooks.states import StatesOfRanks, uncopied
 from overlap.join.context import refuse_once_joined
 from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
-from overlap.optim.zero.checkpoint import MANIFEST, entries_of, needed, place_of
+from overlap.optim.zero.checkpoint import entries_of, in_memory_order
 from overlap.optim.zero.shards import options_of
+from overlap.optim.zero.state import is_per_element
 from overlap.ranks.board import Agreement, failures_explained
-from overlap.ranks.values import joined, packed, sizes_of, snapshot, split, unpacked
+from overlap.ranks.values import Leaf, filled, laid_out, mapped, snapshot, split
 from overlap.resume.state import VERSION, Optim, Run
 from overlap.resume.train_state import states_in
 
@@ -58,7 +59,8 @@ if TYPE_CHECKING:
 
 _MANIFEST = "overlap.manifest"
 _SKELETON = "overlap.skeleton."
-_ROWS = {False: "overlap.own", True: "overlap.same"}
+_BYTES = "overlap.bytes."
+_ALL = "all"
 _MODEL = "model."
 _STATE = "optim.state."
 _GROUPS = "optim.param_groups."
@@ -77,43 +79,31 @@ def save(
 ) -> Future[None] | None:
     """Save all that the ranks of a run need to resume into one folder; call it on every rank, after ``step()``.
 
-    It has what :func:`state_dict` has, and in addition ``loop``, values and objects by name::
-
-        overlap.save(f"runs/1/{step:06}", ddp, optim, step=step, scheduler=scheduler, loader=loader)
-
-    Any number of ranks can :func:`load` it, and PyTorch's own calls read the model and the optimizers. A save that was
-    interrupted is not a checkpoint, and is refused by :func:`load`.
+    It has what :func:`state_dict` has, and ``loop``. Any number of ranks can :func:`load` it, and PyTorch's own calls
+    read the model and the optimizers. A save that was interrupted is refused by :func:`load`.
 
     Args:
         folder: of this save alone, on a file system that all ranks share.
         ddp: the model.
-        optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
-            saved.
+        optim: the optimizer of the training loop, or a list of all where it has several; ``None`` saves none.
         wait: return when all is written. If ``False``, copy everything to CPU memory and write it in a thread.
         **loop: what the loop adds: objects with a ``state_dict`` and a ``load_state_dict``, such as schedulers, a
             ``GradScaler`` or a ``StatefulDataLoader``; numbers, texts and tensors. Each rank saves its own.
 
     Returns:
-        With ``wait=False`` a future, whose ``result()`` returns when all is written, or raises why it is not. The next
-        save waits for it.
+        With ``wait=False`` a future of the write. The next save waits for it.
 
     Communication: one agreement; plans of what each rank writes are gathered on rank 0, over a Gloo group.
 
     Raises:
-        ConfigurationError: ``folder`` has a checkpoint already, or something cannot be saved, as for
-            :func:`state_dict`. Nothing was written.
+        ConfigurationError: ``folder`` has a checkpoint already, or as for :func:`state_dict`. Nothing was written.
         TrainingLoopError: between backward and ``step()``.
         PeerError: another rank has raised one of these.
         CollectiveError: a rank could not write its part, or is lost.
 
-    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
-    >>> chain(PowerSGD(rank=1), Step(optim)).register(ddp)
-    <chain(PowerSGD(rank=1), Step(SGD, interleaved)) registered>
+    >>> optim = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     >>> from tempfile import mkdtemp
-    >>> folder = mkdtemp()
-    >>> overlap.save(folder, ddp, optim, step=1)
-    >>> overlap.load(folder, ddp, optim)
-    {'step': 1}
+    >>> overlap.save(mkdtemp(), ddp, optim, step=1)
     """
     from overlap._torch.checkpoint import write  # Its imports take long.
 
@@ -129,8 +119,7 @@ def save(
                 "give each save a folder of its own, such as f'runs/1/{step:06}'"
             )
         saved = _Saved(Run(ddp, optim, "save"), loop, is_copied=not wait)
-        saved.decided = agreement.agree(saved.told(), _decide)
-        items = saved.items()
+        items = saved.items(agreement.agree(saved.told, _decide))
     writing = partial(_write, write, items, path, side_group(group))
     if wait:
         return writing()
@@ -141,9 +130,9 @@ def save(
 def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim = None, **loop: Any) -> dict[str, Any]:
     """Load what :func:`save` has written, on any number of ranks; call it on every rank, after stages are registered.
 
-    Everything is read and compared before anything is changed. How each part comes to another number of ranks is
-    described in ``docs/resuming.md``. It also loads a :class:`TrainState` that ``torch.distributed.checkpoint`` has
-    saved, and a folder with ``model`` and ``optim`` of PyTorch's ``get_state_dict``, into stages without memory.
+    Everything is read and compared before anything is changed; docs/resuming.md says how each part comes to another
+    number of ranks. It also loads a :class:`TrainState` that ``torch.distributed.checkpoint`` has saved, and a folder
+    with ``model`` and ``optim`` of PyTorch's ``get_state_dict``, into stages without memory.
 
     Args:
         folder: that was saved.
@@ -160,8 +149,7 @@ def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim
 
     Raises:
         ConfigurationError: ``folder`` has no whole checkpoint, is damaged, or is another model's, optimizer's or
-            chain's; or an object was saved that differed between the ranks, and their number is another. Nothing was
-            changed.
+            chain's; or an object differed between ranks, and their number is another. Nothing was changed.
         TrainingLoopError: between backward and ``step()``, where the update was made in backward.
         PeerError: another rank has raised one of these.
 
@@ -176,7 +164,7 @@ def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim
     {'epoch': 3}
     """
     group = check_ddp(ddp).process_group
-    with Agreement(group, "load a run") as agreement, contextlib.ExitStack() as undone:
+    with Agreement(group, "load a run") as agreement, contextlib.ExitStack() as undone, uncopied():
         refuse_once_joined(group, "overlap.load()")
         run = Run(ddp, optim, "load")
         saved = _Found(Path(folder), run)
@@ -206,209 +194,171 @@ def _write(write: Callable[..., None], items: dict[str, Any], path: Path, group:
 
 
 class _Part:
-    """One part of what is a rank's own."""
+    """A part of what is a rank's own: its skeleton, and its tensors as one of bytes, made where it is sliced."""
+
+    dtype = torch.uint8
 
     def __init__(self, value: Any, where: str, *, is_compared: bool) -> None:
-        self.skeleton, self.leaves = split(value, where)
-        self.packed = packed(self.skeleton)
-        self.content = None
-        if is_compared:
-            found = sha256(repr(self.skeleton).encode())
-            for leaf in self.leaves:
-                found.update(_bytes_of(leaf))
-            self.content = found.hexdigest()
+        self.skeleton, tensors = split(value, where)
+        _, leaves = laid_out(self.skeleton)
+        self._numel = leaves[-1].end if leaves else 0
+        self._filled = [(leaf.start, one) for leaf, one in zip(leaves, tensors, strict=True) if one.numel()]
+        content = sha256(repr(self.skeleton).encode())
+        for _, one in self._filled if is_compared else ():
+            content.update(_bytes_of(one.cpu()).numpy().data)
+        self.told = digest(self.skeleton), content.hexdigest() if is_compared else None
+        """To rank 0: digests of the skeleton, and of all."""
 
-    def told(self) -> dict[str, Any]:
-        """To rank 0."""
-        sizes: Counter[str] = Counter()
-        for leaf in self.leaves:
-            sizes[_name_of(leaf.dtype)] += leaf.numel()
-        return {
-            "skeleton": digest(self.skeleton),
-            "content": self.content,
-            "sizes": sizes,
-            "packed": self.packed.numel(),
-        }
+    def numel(self) -> int:
+        return self._numel
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        start, end = elements.start, elements.stop
+        made = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
+        for begin, tensor in self._filled[max(0, bisect_right(self._filled, start, key=lambda one: one[0]) - 1) :]:
+            if begin >= end:
+                break
+            first, last = max(start, begin), min(end, begin + tensor.nbytes)
+            if first < last:
+                made[first - start : last - start] = _bytes_of(tensor)[first - begin : last - begin]
+        return made
 
 
-def _decide(of_ranks: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """What all ranks do with each part, as rank 0 finds by what they have told."""
-    decided: dict[str, Any] = {}
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _decide(of_ranks: list[dict[str, tuple[str, str | None]]]) -> dict[str, str]:
+    """Of each part whether ranks have it the same, have its skeleton alike, or have their own, as they have told."""
+    decided: dict[str, str] = {}
     for part in sorted({part for one in of_ranks for part in one}):
-        every = [one.get(part, {"skeleton": "", "content": None, "sizes": {}, "packed": 8}) for one in of_ranks]
-        sizes: Counter[str] = Counter()
-        for one in every:
-            sizes |= Counter(one["sizes"])
-        is_same = len({one["content"] for one in every}) == 1 and every[0]["content"] is not None
-        if part == "apart" and is_same:
-            continue  # Ranks have one model, as those that do not train apart.
-        decided[part] = {
-            "is_alike": len({one["skeleton"] for one in every}) == 1,
-            "is_same": is_same,
-            "sizes": sizes,
-            "packed": max(one["packed"] for one in every),
-        }
+        skeletons, contents = (
+            set(found) for found in zip(*(one.get(part, (None, None)) for one in of_ranks), strict=True)
+        )
+        is_same = len(contents) == 1 and None not in contents
+        decided[part] = "same" if is_same else "alike" if len(skeletons) == 1 else "own"
     return decided
 
 
-def _spans(decided: Mapping[str, Any], *, is_same: bool) -> dict[str, dict[str, range]]:
-    """Where each part is in the rows of each dtype, of those that all ranks have alike or of the others."""
-    ends: Counter[str] = Counter()
-    spans: dict[str, dict[str, range]] = {}
-    for part, found in decided.items():
-        if found["is_same"] is is_same:
-            spans[part] = {dtype: range(ends[dtype], ends[dtype] + size) for dtype, size in found["sizes"].items()}
-            ends.update(found["sizes"])
-    return spans
-
-
-def _where(part: str) -> str:
-    """A part in a message."""
-    return f"{part.removeprefix(_LOOP)}=..." if part.startswith(_LOOP) else f"state_dict()[{part!r}]"
-
-
 class _Saved:
-    """What this rank saves of ``run``.
-
-    Attributes:
-        decided: what all ranks do with each part; see :func:`_decide`.
-    """
-
-    decided: Mapping[str, Any]
+    """What this rank saves of ``run``."""
 
     def __init__(self, run: Run, loop: Mapping[str, Any], *, is_copied: bool) -> None:
-        from overlap._torch.checkpoint import Boxes
-
         self._run = run
         self._objects = [name for name, value in loop.items() if hasattr(value, "state_dict")]
         added = {name: value.state_dict() if name in self._objects else value for name, value in loop.items()}
-        added = {name: snapshot(value, f"{name}=...") if is_copied else value for name, value in added.items()}
-        state = snapshot(run.state()) if is_copied else run.state()
-        common = [name for name in state["model"] if run.has_common(name)]
+        state = run.state()
+        if is_copied:
+            added, state = {name: snapshot(value, f"{name}=...") for name, value in added.items()}, snapshot(state)
         own = {f"{_LOOP}{name}": value for name, value in added.items()}
+        common = {name: value for name, value in state["model"].items() if run.has_common(name)}
         own["model"] = {name: value for name, value in state["model"].items() if name not in common}
-        own["apart"] = {name: state["model"][name] for name in common if run.trains_apart}
+        own["apart"] = common if run.trains_apart else {}
         own["stages"] = (state["stages"] or {"state": {}})["state"]
         self._items: dict[str, Any] = {}
         for name, value in state["model"].items():
             # Buffers are rank 0's, as those that DDP broadcasts.
-            if name in common and name in run.parameters:
-                self._items[f"{_MODEL}{name}"] = Boxes.whole(value).share(name, run.rank, run.ranks)
-            elif run.rank == 0:
-                self._put(f"{_MODEL}{name}", value)
+            self._put(f"{_MODEL}{name}", value, is_shared=name in common and name in run.parameters)
         self._records: list[dict[str, Any]] = []
         self._groups = 0
         for place, its in enumerate(state["optimizer"]):
-            is_own = run.is_own(place)
-            rest = {} if is_own else self._put_optimizer(place, its)
-            self._records.append({"class": its["class"], "parameters": its["parameters"], "is_own": is_own, **rest})
-            if is_own:
+            record = {"class": its["class"], "parameters": its["parameters"], "is_own": run.is_own(place)}
+            if record["is_own"]:
                 own[f"optimizer.{place}"] = its
+            else:
+                record |= self._put_optimizer(place, its)
+            self._records.append(record)
         self._parts = {
             name: _Part(value, _where(name), is_compared=name == "apart" or name.startswith(_LOOP))
             for name, value in own.items()
             if name.startswith(_LOOP) or value
         }
-
-    def told(self) -> dict[str, Any]:
+        self.told = {name: part.told for name, part in self._parts.items()}
         """Of each part, to rank 0."""
-        return {name: part.told() for name, part in self._parts.items()}
 
-    def items(self) -> dict[str, Any]:
-        """What this rank writes, by name in the folder; of what several ranks have, one of them."""
+    def items(self, decided: dict[str, str]) -> dict[str, Any]:
+        """What this rank writes, by name in the folder, where ranks have ``decided`` of parts; of what several have,
+        one of them."""
         items, run = self._items, self._run
-        if "apart" in self.decided:
+        if decided.get("apart") == "same":
+            del decided["apart"]  # Ranks have one model, as those that do not train apart.
+        elif "apart" in decided:
             items = {name: value for name, value in items.items() if not name.startswith(_MODEL)}
-        self._put_rows(items)
+        for name, kind in decided.items():
+            if (part := self._parts.get(name)) is None:
+                continue
+            boxes = _boxes().chunk(part, (part.numel(),), (1,), 0)
+            if kind == "same":
+                items[f"{_BYTES}{_ALL}.{name}"] = boxes.share(name, run.rank, run.ranks)
+            else:
+                items[f"{_BYTES}{run.rank}.{name}"] = boxes
+            if kind == "own" or run.rank == 0:
+                items[f"{_SKELETON}{run.rank if kind == 'own' else _ALL}.{name}"] = [part.skeleton]
         if run.rank == 0:
             items[_MANIFEST] = {
                 "version": VERSION,
                 "ranks": run.ranks,
                 "classes": run.classes,
                 "signature": None if run.stage is None else run.stage.signature,
-                "parts": self.decided,
-                "skeletons": {
-                    name: self._parts[name].skeleton for name, one in self.decided.items() if one["is_alike"]
-                },
+                "parts": decided,
                 "objects": self._objects,
                 "optimizers": snapshot(self._records),
             }
         return items
 
-    def _put(self, name: str, value: Any) -> None:
-        from overlap._torch.checkpoint import Boxes
-
-        self._items[name] = Boxes.whole(value) if isinstance(value, Tensor) else snapshot(value, name)
+    def _put(self, name: str, value: Any, *, is_shared: bool) -> None:
+        """Write ``value``, to which ranks write parts where it ``is_shared``, and which else rank 0 writes."""
+        if is_shared and isinstance(value, Tensor):
+            self._items[name] = _boxes().whole(value).share(name, self._run.rank, self._run.ranks)
+        elif self._run.rank == 0:
+            self._items[name] = _boxes().whole(value) if isinstance(value, Tensor) else snapshot(value, name)
 
     def _put_optimizer(self, place: int, its: Mapping[str, Any]) -> dict[str, Any]:
         """By the names of its parameters; returns what belongs to none."""
-        from overlap._torch.checkpoint import Boxes
-
         optim, names = self._run.optimizers[place], _names_of(its["parameters"], place)
         if isinstance(optim, ZeroRedundancyOptimizer):
-            rest, shards = its["own"][MANIFEST], optim.sharded_state().shards
-            for piece, value in its["own"].items():
-                if piece == MANIFEST:
-                    continue
-                index, key, held = place_of(piece)
-                name, shard = f"{_STATE}{names[index]}.{key}", shards[index]
-                if held is None:
-                    if shard.is_whole or shard.rank == 0:  # What is not by element all ranks have alike.
-                        self._put(name, value)
-                else:
-                    self._items[name] = Boxes.chunk(value, shard.parameter.shape, shard.strides, held[0])
+            rest, shards = its["own"]["manifest"], optim.sharded_state().shards
+            for index, piece in its["own"]["pieces"].items():
+                shard = shards[index]
+                for key, value in piece["state"].items():
+                    name = f"{_STATE}{names[index]}.{key}"
+                    if is_per_element(value, piece["shape"]):
+                        flat, shape = in_memory_order(value, shard.strides), shard.parameter.shape
+                        self._items[name] = _boxes().chunk(flat, shape, shard.strides, piece["start"])
+                    elif shard.is_whole or shard.rank == 0:  # What is not by element all ranks have alike.
+                        self._items[name] = (
+                            _boxes().whole(value) if isinstance(value, Tensor) else snapshot(value, name)
+                        )
         else:
             own = its["state"]
-            rest = {"state": dict(own["state"]), "entries": entries_of(own)}
-            rest |= {"options": [options_of(group) for group in own["param_groups"]], "dtypes": None}
+            rest = {"state": dict(own["state"]), "entries": entries_of(own), "dtypes": None}
+            rest["options"] = [options_of(group) for group in own["param_groups"]]
             for index, name in enumerate(names):
                 for key, value in rest["state"].pop(index, {}).items():
-                    self._put(f"{_STATE}{name}.{key}", value)
-        for values, labels in zip(rest["options"], its["parameters"], strict=True):
-            for key, value in {**values, "params": labels}.items() if self._run.rank == 0 else ():
-                self._put(f"{_GROUPS}{self._groups}.{key}", value)
+                    self._put(f"{_STATE}{name}.{key}", value, is_shared=True)
+        for options, labels in zip(rest["options"], its["parameters"], strict=True):
+            for key, value in {**options, "params": labels}.items():
+                self._put(f"{_GROUPS}{self._groups}.{key}", value, is_shared=False)
             self._groups += 1
         return {key: rest[key] for key in ("state", "entries", "dtypes")}
 
-    def _put_rows(self, items: dict[str, Any]) -> None:
-        from overlap._torch.checkpoint import Boxes
 
-        run = self._run
-        for is_same in (False, True):
-            filled: dict[str, list[tuple[int, Tensor]]] = {}
-            ends: dict[str, int] = {}
-            for name, spans in _spans(self.decided, is_same=is_same).items():
-                begun = {dtype: span.start for dtype, span in spans.items()}
-                for leaf in self._parts[name].leaves if name in self._parts else ():
-                    dtype = _name_of(leaf.dtype)
-                    if leaf.numel():
-                        filled.setdefault(dtype, []).append((begun[dtype], leaf))
-                        begun[dtype] += leaf.numel()
-                for dtype, span in spans.items():
-                    filled.setdefault(dtype, [])
-                    ends[dtype] = span.stop
-            for dtype, parts in filled.items():
-                size, kind = ends[dtype], getattr(torch, dtype)
-                row, shape = (0, (1, size)) if is_same else (run.rank, (run.ranks, size))
-                make = partial(_slice_of, parts, kind)
-                items[f"{_ROWS[is_same]}.{dtype}"] = Boxes.row(row, shape, kind, range(size), make)
-        for name, found in self.decided.items():
-            if not found["is_alike"]:
-                packed_here = [(0, self._parts[name].packed)] if name in self._parts else []
-                make, shape = partial(_slice_of, packed_here, torch.uint8), (run.ranks, found["packed"])
-                items[f"{_SKELETON}{name}"] = Boxes.row(run.rank, shape, torch.uint8, range(shape[1]), make)
+class _Lazily(Mapping[Any, Any]):
+    """A state in a folder, laid out; a value is read when it is looked up, and one of nested values when they are."""
 
+    def __init__(self, laid: Mapping[Any, Any], read: Callable[[Any], Any]) -> None:
+        self._laid, self._read = laid, read
 
-def _slice_of(filled: Sequence[tuple[int, Tensor]], dtype: torch.dtype, start: int, end: int) -> Tensor:
-    """A part of a row, which is zero where no tensor is."""
-    made = torch.zeros(end - start, dtype=dtype, device="cpu")
-    for begin, leaf in filled[max(0, bisect_right(filled, start, key=lambda one: one[0]) - 1) :]:
-        if begin >= end:
-            break
-        first, last = max(start, begin), min(end, begin + leaf.numel())
-        if first < last:
-            made[first - start : last - start] = leaf.reshape(-1)[first - begin : last - begin]
-    return made
+    def __getitem__(self, key: Any) -> Any:
+        value = self._laid[key]
+        is_nested = isinstance(value, Mapping) and any(isinstance(one, Mapping) for one in value.values())
+        return _Lazily(value, self._read) if is_nested else self._read(value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._laid)
+
+    def __len__(self) -> int:
+        return len(self._laid)
 
 
 class _Found:
@@ -425,10 +375,10 @@ class _Found:
             self._manifest = self._read({_MANIFEST: None})[_MANIFEST]
             if self._manifest["version"] != VERSION:
                 raise ConfigurationError(f"{folder} was saved by another version of overlap, in another form")
-        self._parts: Mapping[str, Any] = self._manifest["parts"]
+        self._parts: Mapping[str, str] = self._manifest["parts"]
         self._ranks: int = self._manifest["ranks"]
         self._is_other = self._ranks != run.ranks
-        self._skeletons: dict[tuple[str, int], Any] = {}
+        self._laid: dict[str, Any] = {}
 
     def _opened(self) -> Folder:
         from overlap._torch.checkpoint import Folder
@@ -481,7 +431,7 @@ class _Found:
     def loop(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the loop has added. Raises: ConfigurationError: something ``given`` was not saved, or is of a rank."""
         saved = {
-            name.removeprefix(_LOOP): told["is_same"] for name, told in self._parts.items() if name.startswith(_LOOP)
+            name.removeprefix(_LOOP): kind == "same" for name, kind in self._parts.items() if name.startswith(_LOOP)
         }
         objects = self._manifest["objects"]
         for name, target in given.items():
@@ -515,72 +465,50 @@ class _Found:
 
     def _want(self, name: str, values: dict[str, Any], key: str) -> None:
         """Have ``values[key]`` read."""
-        from overlap._torch.checkpoint import Boxes
-
         values[key] = None if self._folder.is_pickled(name) else self._folder.empty(name)
         self._places[name] = values, key
-        self._wanted[name] = None if values[key] is None else Boxes.whole(values[key], is_read=True)
+        self._wanted[name] = None if values[key] is None else _boxes().whole(values[key], is_read=True)
 
-    # Rows.
+    # Parts of a rank's own.
 
-    def _skeleton(self, part: str, rank: int) -> Any:
-        if part not in self._parts:
+    def _name(self, prefix: str, rank: int, part: str) -> str | None:
+        names = (f"{prefix}{who}.{part}" for who in (rank, _ALL))
+        return next((name for name in names if name in self._folder.found), None)
+
+    def _laid_out(self, part: str, rank: int) -> Any:
+        """A rank's part, to be read."""
+        if (name := self._name(_SKELETON, rank, part)) is None:
             return {}
-        if self._parts[part]["is_alike"]:
-            return self._manifest["skeletons"][part]
-        if (part, rank) not in self._skeletons:
-            size = self._parts[part]["packed"]
-            data = torch.empty(size, dtype=torch.uint8, device="cpu")
-            self._read_row(f"{_SKELETON}{part}", rank, data, 0)
-            self._skeletons[part, rank] = unpacked(data)
-        return self._skeletons[part, rank]
+        if name not in self._laid:
+            (self._laid[name],), _ = laid_out(self._read({name: None})[name])
+        return self._laid[name]
 
-    def _read_row(self, name: str, row: int, buffer: Tensor, start: int) -> None:
-        from overlap._torch.checkpoint import Boxes
+    def _values(self, part: str, rank: int, laid: Any) -> Any:
+        """Those of some of a rank's part; tensors are views of one, so who keeps them copies them."""
+        leaves: list[Leaf] = []
+        mapped(laid, lambda one: leaves.append(one) if isinstance(one, Leaf) else None)
+        start, end = (leaves[0].start, leaves[-1].end) if leaves else (0, 0)
+        buffer, name = torch.empty(end - start, dtype=torch.uint8, device="cpu"), self._name(_BYTES, rank, part)
+        if name is not None and end > start:
+            shape = self._folder.found[name].size
+            self._read({name: _boxes().chunk(buffer, shape, (1,), start, is_read=True)})
+        return filled(
+            laid, lambda leaf: buffer[leaf.start - start : leaf.end - start].view(leaf.dtype).view(leaf.shape)
+        )
 
-        shape, span = self._folder.found[name].size, range(start, start + buffer.numel())
-        boxes = Boxes.row(row, shape, buffer.dtype, span, lambda a, b: buffer[a - start : b - start], is_read=True)
-        self._read({name: boxes})
-
-    def _part(self, part: str, rank: int, path: Sequence[str] = ()) -> Any:
-        """What a rank has of a part under ``path``; tensors are views of few, so who keeps them copies them."""
-        skeleton, before = self._skeleton(part, rank), Counter[torch.dtype]()
-        for key in path:
-            for other, value in skeleton.items():
-                if other == key:
-                    break
-                before.update(sizes_of(value))
-            skeleton = skeleton.get(key, {})
-        is_same = part in self._parts and self._parts[part]["is_same"]
-        buffers: dict[torch.dtype, Tensor] = {}
-        for dtype, size in sizes_of(skeleton).items():
-            buffers[dtype], name = torch.empty(size, dtype=dtype, device="cpu"), _name_of(dtype)
-            if size:
-                start = _spans(self._parts, is_same=is_same)[part][name].start + before[dtype]
-                self._read_row(f"{_ROWS[is_same]}.{name}", 0 if is_same else rank, buffers[dtype], start)
-        taken: Counter[torch.dtype] = Counter()
-
-        def take(dtype: torch.dtype, shape: torch.Size) -> Tensor:
-            begin = taken[dtype]
-            taken[dtype] += shape.numel()
-            return buffers[dtype][begin : taken[dtype]].view(shape)
-
-        return joined(skeleton, take)
+    def _part(self, part: str, rank: int) -> Any:
+        return self._values(part, rank, self._laid_out(part, rank))
 
     def _of_ranks(self, part: str) -> StatesOfRanks:
-        def keys(rank: int, path: tuple[str, ...]) -> Sequence[str]:
-            found = self._skeleton(part, rank)
-            for key in path:
-                found = found.get(key, {})
-            return list(found) if isinstance(found, Mapping) else ()
-
-        return StatesOfRanks(self._ranks, partial(self._part, part), keys)
+        return StatesOfRanks(
+            self._ranks, lambda rank: _Lazily(self._laid_out(part, rank), partial(self._values, part, rank))
+        )
 
     # Parts of the state.
 
     def _stages(self) -> dict[str, Any] | None:
         run = self._run
-        has_memory = any(self._skeleton("stages", rank) for rank in range(self._ranks)) if self._parts else False
+        has_memory = "stages" in self._parts
         if run.stage is None:
             return None if not has_memory else {"classes": self._manifest["classes"], "state": {}}
         if not has_memory and self._manifest.get("classes", ...) != run.classes:
@@ -592,10 +520,10 @@ class _Found:
                         "before the first forward, and its stages begin anew"
                     )
             return {"classes": run.classes, "state": {}}
-        state = self._part("stages", run.rank) if not self._is_other else None
-        if state is None:
-            states = self._of_ranks("stages")
-            state = redistributed(run.stage, states, rank=run.rank, ranks=run.ranks)
+        if self._is_other:
+            state = redistributed(run.stage, self._of_ranks("stages"), rank=run.rank, ranks=run.ranks)
+        else:
+            state = self._part("stages", run.rank)
         return {"classes": self._manifest["classes"], "state": state}
 
     def _optimizers(self) -> list[dict[str, Any]]:
@@ -625,9 +553,11 @@ class _Found:
                 if _inner_class(record["class"]) == _inner_class(run.class_of(place)):
                     state["class"] = run.class_of(place)
                 if record["is_own"]:
-                    states_of = self._of_ranks(f"optimizer.{place}")
-                    its = states_of[run.rank] if not self._is_other else run.redistributed(place, states_of)
-                    state = snapshot(its)
+                    part = f"optimizer.{place}"
+                    is_here = not self._is_other
+                    state = snapshot(
+                        self._part(part, run.rank) if is_here else run.redistributed(place, self._of_ranks(part))
+                    )
                 else:
                     end = begun + len(record["parameters"])
                     state |= self._optimizer(place, record, groups[begun:end], keys_of)
@@ -639,40 +569,32 @@ class _Found:
         self, place: int, record: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys_of: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The state of one whose parameters ranks have in common."""
-        from overlap._torch.checkpoint import Boxes
-
         optim, names = self._run.optimizers[place], _names_of(record["parameters"], place)
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        kept = {"state": record.get("state", {}), "entries": record.get("entries", {})}
+        rest, entries = record.get("state", {}), record.get("entries", {})
         if not isinstance(optim, ZeroRedundancyOptimizer):
-            state: dict[Any, Any] = {**kept["state"]}
+            state: dict[Any, Any] = {**rest}
             for index, name in enumerate(names):
                 for key in keys_of.get(name, ()):
                     self._want(f"{_STATE}{name}.{key}", state.setdefault(index, {}), key)
             numbers = iter(range(len(names)))
-            numbered = [
-                {**group, "params": [next(numbers) for _ in labels]}
-                for group, labels in zip(options, record["parameters"], strict=True)
-            ]
-            return {"state": {**kept["entries"], "state": state, "param_groups": numbered}}
+            numbered = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+            return {"state": {**entries, "state": state, "param_groups": numbered}}
         own = optim.sharded_state()
-        numbers_of = [len(labels) for labels in record["parameters"]]
-        manifest = own.manifest(**kept, options=options, groups=numbers_of, dtypes=record.get("dtypes"))
-        pieces: dict[str, Any] = {MANIFEST: manifest}
-        for index, (shard, name) in enumerate(zip(own.shards, names, strict=False)):
-            for key in keys_of.get(name, ()) if shard.own is not None else ():
-                saved = f"{_STATE}{name}.{key}"
-                found = self._folder.found[saved]
-                if self._folder.is_pickled(saved) or found.size != shard.parameter.shape:
-                    self._want(saved, pieces, f"{index}/{key}")
+        manifest = own.manifest(state=rest, entries=entries, groups=groups, dtypes=record.get("dtypes"))
+        pieces = own.pieces({})
+        for index, name in enumerate(names):
+            for key in keys_of.get(name, ()) if index in pieces else ():
+                saved, shard, piece = f"{_STATE}{name}.{key}", own.shards[index], pieces[index]
+                found, shape = self._folder.found[saved], shard.parameter.shape
+                if self._folder.is_pickled(saved) or found.size != shape:
+                    self._want(saved, piece["state"], key)
                     continue
-                start, end = needed(shard)
-                flat = torch.empty(end - start, dtype=found.properties.dtype, device="cpu")
-                pieces[f"{index}/{key}/{start}:{end}"] = flat
-                self._wanted[saved] = Boxes.chunk(
-                    flat, shard.parameter.shape, shard.parameter.stride(), start, is_read=True
+                flat = torch.empty(math.prod(piece["shape"]), dtype=found.properties.dtype, device="cpu")
+                piece["state"][key] = shard.shaped(flat)
+                self._wanted[saved] = _boxes().chunk(
+                    flat, shape, shard.parameter.stride(), piece["start"], is_read=True
                 )
-        return {"own": pieces}
+        return {"own": {"manifest": manifest, "pieces": pieces}}
 
 
 def _names_of(labels: Sequence[Sequence[str]], place: int) -> list[str]:
@@ -698,9 +620,12 @@ def _inner_class(text: str) -> str:
     return text.removeprefix("ZeroRedundancyOptimizer(").removesuffix(")")
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _where(part: str) -> str:
+    """A part in a message."""
+    return f"{part.removeprefix(_LOOP)}=..." if part.startswith(_LOOP) else f"state_dict()[{part!r}]"
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+def _boxes() -> type[Boxes]:
+    from overlap._torch.checkpoint import Boxes  # Its imports take long.
+
+    return Boxes

@@ -22,12 +22,11 @@ from overlap.hooks import PostLocal, Role, Stage, StageHook
 from overlap.hooks.adapters import HookStage, hook_name
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import is_same_state, redistributed, updates_of, walk
-from overlap.hooks.states import StatesOfRanks, uncopied
+from overlap.hooks.states import uncopied, under
 from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.zero.checkpoint import merged
 from overlap.ranks.values import snapshot
 
 OneOptim = Optimizer | FunctionalOptimizer
@@ -42,19 +41,15 @@ _KEYS = {*_OF_STAGES, "model", "optimizer"}
 def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, Any]:
     """All that this rank needs to resume its run exactly: each rank saves its own.
 
-    It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share; of a ``LocalSGD`` the round,
-    the outer optimizer and a pending average), and the state of the registered stages, nested ones included: error
-    feedback, factors, counters and generators. Gradients, learning rate schedulers, ``GradScaler``, the position in the
-    data and PyTorch's own generators are not in it.
-
-    It is a snapshot in CPU memory, of tensors and plain values: ``torch.load(..., weights_only=True)`` loads it. What
-    stages remember is as the last step has left it; of a chain without an update, which learns of no step, as the last
-    backward has, unless ``registration.discard()`` was called.
+    It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share) and the state of the
+    registered stages; not gradients, schedulers, ``GradScaler``, the position in the data and PyTorch's generators. It
+    is a snapshot in CPU memory that ``torch.load(..., weights_only=True)`` loads. What stages remember is as the last
+    step has left it; of a chain without an update, which learns of no step, as the last backward has, unless
+    ``registration.discard()`` was called.
 
     Args:
         ddp: the model.
-        optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
-            saved.
+        optim: the optimizer of the training loop, or a list of all where it has several; ``None`` saves none.
 
     Communication: none; waits for gathers and averages that are under way.
 
@@ -66,10 +61,7 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
     >>> chain(PowerSGD(rank=1), Step(optim)).register(ddp)
     <chain(PowerSGD(rank=1), Step(SGD, interleaved)) registered>
-    >>> loss_fn(ddp(x), y).backward()
-    >>> optim.step()
-    >>> state = overlap.state_dict(ddp, optim)
-    >>> sorted(state)
+    >>> sorted(overlap.state_dict(ddp, optim))
     ['model', 'optimizer', 'rank', 'ranks', 'stages', 'version']
     """
     return Run(ddp, optim, "state_dict").state_dict()
@@ -78,10 +70,9 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
 def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | Sequence[State]) -> None:
     """Load what :func:`state_dict` returned on this rank; call it on every rank, after stages are registered.
 
-    Given what it returned on all ranks, as a list, it loads this rank's; or, if the number of ranks has changed, this
-    rank's part as described in ``docs/resuming.md``. Everything is compared by name before anything is changed. A plain
-    optimizer's state loads into an ``OverlappedOptimizer``, and the other way round. Later steps do not change
-    ``state``, so a run can go back to it again.
+    Of the list of the states of all ranks it loads this rank's, or its part at another number of ranks, as
+    docs/resuming.md describes. Everything is compared by name before anything is changed. A plain optimizer's state
+    loads into an ``OverlappedOptimizer``, and the other way round. Later steps do not change ``state``.
 
     Args:
         ddp: the model, with the same stages registered as in the run that was saved.
@@ -98,8 +89,6 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | S
 
     >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
     >>> registration = chain(PowerSGD(rank=1), Step(optim)).register(ddp)
-    >>> loss_fn(ddp(x), y).backward()
-    >>> optim.step()
     >>> state = overlap.state_dict(ddp, optim)
     >>> overlap.load_state_dict(ddp, optim, state)  # in a new process, after the same registration
     """
@@ -189,7 +178,7 @@ class Run:
     def _state_of(self, optim: Any) -> dict[str, Any]:
         state: dict[str, Any] = {"class": _class_of(optim), "parameters": self._labels_of(optim)}
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**state, "own": optim.sharded_state().pieces()}
+            return {**state, "own": optim.sharded_state().own()}
         own = dict(optim.state_dict())
         if isinstance(optim, LocalSGD):  # Its stages are saved with the model's.
             own["local_sgd"] = {key: value for key, value in own["local_sgd"].items() if key != "stages"}
@@ -198,9 +187,8 @@ class Run:
     def load_state_dict(self, state: State, *, stages_only: bool = False) -> None:
         """Load a state of this rank, as :func:`load_state_dict`; with ``stages_only`` that of the stages."""
         self.check(state, stages_only=stages_only)
-        # PyTorch's optimizers keep the tensors that they load, and change them in place.
-        optimizers = [copy.deepcopy(one) if "state" in one else one for one in state.get("optimizer", ())]
-        self.load_checked({**state, "optimizer": optimizers})
+        # Optimizers keep the tensors that they load, and change them in place.
+        self.load_checked({**state, "optimizer": copy.deepcopy(state.get("optimizer", ()))})
 
     def check(self, state: State, *, stages_only: bool = False) -> None:
         """Raises: ConfigurationError, TrainingLoopError: as :func:`load_state_dict`."""
@@ -221,6 +209,10 @@ class Run:
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load a state that has passed :meth:`check`, part by part, each of which is then removed from it."""
         self._wait()
+        with uncopied():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         stages, model, optimizers = (state.pop(key, None) for key in ("stages", "model", "optimizer"))
         if self.stage is not None:
             self.stage.load_state_dict(stages["state"])
@@ -232,7 +224,7 @@ class Run:
         for optim, saved in zip(self.optimizers, optimizers or (), strict=False):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.prepare_to_load()
-                optim.sharded_state().load_pieces(saved["own"])
+                optim.sharded_state().load(saved["own"])
             else:
                 _load_in_saved_dtypes(optim, saved["state"])
 
@@ -250,7 +242,7 @@ class Run:
         self._check_optimizers(state["optimizer"])
         for optim, of_one in zip(self.optimizers, state["optimizer"], strict=True):
             if isinstance(optim, ZeroRedundancyOptimizer):
-                optim.sharded_state().check_pieces(of_one["own"])
+                optim.sharded_state().check(of_one["own"])
 
     def _check_stages(self, state: State) -> None:
         then = state["stages"] and state["stages"]["classes"]
@@ -344,14 +336,12 @@ class Run:
 
     def redistributed(self, place: int, states: Sequence[State]) -> State:
         """The state of an optimizer, by its place, from those of all old ranks."""
-        optim, olds = self.optimizers[place], StatesOfRanks.given(states)
-        base = self.rank % len(olds)
+        optim, base = self.optimizers[place], states[self.rank % len(states)]
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**olds[base], "own": merged([old["own"] for old in olds])}
+            return {**base, "own": optim.sharded_state().merged([one["own"] for one in states])}
         if isinstance(optim, LocalSGD):
-            own = LocalSGD.redistribute(olds.of("state"), rank=self.rank, ranks=self.ranks)
-            return {**olds.without(base, "state"), "state": own}
-        return dict(olds[base])
+            return {**base, "state": LocalSGD.redistribute(under(states, "state"), rank=self.rank, ranks=self.ranks)}
+        return dict(base)
 
 
 def _check_keys(state: object, least: Collection[str]) -> None:

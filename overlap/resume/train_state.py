@@ -17,6 +17,7 @@ from overlap._checks import check_ddp, check_flag
 from overlap._torch.c10d import side_group
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
+from overlap.hooks.states import memory_is_saved
 from overlap.optim import ZeroRedundancyOptimizer
 from overlap.ranks.board import Agreement
 from overlap.ranks.values import mapped, receive, send, snapshot, split
@@ -56,6 +57,7 @@ class TrainState:
     """
 
     def __init__(self, ddp: DistributedDataParallel, optim: Optim = None, *, stages_only: bool = False) -> None:
+        memory_is_saved()
         self._ddp, self._optim = check_ddp(ddp), optim
         self._stages_only = check_flag("stages_only", stages_only)
 
@@ -91,11 +93,11 @@ class TrainState:
         with Agreement(self._ddp.process_group, "gather the state of a TrainState") as agreement:
             run = self._run("gathered")
             common, own = _divided(run, run.state(stages_only=self._stages_only) if parts is None else parts)
-            parted = split(own)
+            split(own)  # What cannot be sent is refused before any rank sends.
             agreement.agree()
         group = side_group(self._ddp.process_group)
         if run.rank != to:
-            send(parted, to, group)
+            send(own, to, group)
             return None
         common = snapshot(common)
         each = [snapshot(own) if rank == to else receive(rank, group) for rank in range(run.ranks)]

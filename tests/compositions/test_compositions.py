@@ -1,6 +1,7 @@
 """Every sentence in every situation: what is exact stays exact, ranks stay equal, and a run resumes bit for bit."""
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import assert_equal_ranks, assert_parity, on_ranks, run_ranks
-from overlap import Join
+from overlap import Join, LocalSGD, ZeroRedundancyOptimizer
 from overlap.hooks.engine.registration import registration_of
 
 from .sentences import SENTENCES, Net, Sentence
@@ -272,3 +273,64 @@ def test_every_composition_resumes_bit_for_bit_in_new_processes(tmp_path: Path, 
     names = list(ROUNDED_BY_BUCKET if options else SENTENCES)
     run_ranks(_uninterrupted, 2, tmp_path, names, options, timeout_s=240)
     run_ranks(_resumed, 2, tmp_path, names, options, timeout_s=240)
+
+
+# Another number of ranks, as docs/resuming.md has it: four, then one.
+
+
+def _on_four(rank: int, world_size: int, folder: Path) -> None:
+    os.fsync = lambda descriptor: None
+    for name, sentence in SENTENCES.items():
+        ddp, optimizers = _made(sentence)
+        for step in range(3):
+            _step(ddp, optimizers, step, rank)
+        _settle(optimizers)
+        for optimizer in optimizers:
+            if isinstance(optimizer, LocalSGD):
+                optimizer.synchronize()
+        overlap.save(_folder(folder, name), ddp, optimizers, step=3)
+        torch.save((_states(ddp, optimizers), _wholes(optimizers)), _file(folder, name, rank))
+
+
+def _on_one(rank: int, world_size: int, folder: Path) -> None:
+    failures = []
+    for name, sentence in SENTENCES.items():
+        ddp, optimizers = _made(sentence, seed=7)
+        files = [torch.load(_file(folder, name, old), weights_only=True) for old in range(4)]
+        try:
+            assert overlap.load(_folder(folder, name), ddp, optimizers) == {"step": 3}
+            found, olds = _states(ddp, optimizers), [state for state, _ in files]
+            assert_parity(found["model"], olds[0]["model"], what=f"{name}, the model")
+            now = [_by_table([found[part]]) for part in ("stages", "optimizer")]
+            then = [_by_table([old[part] for old in olds]) for part in ("stages", "optimizer")]
+            assert_parity([_wholes(optimizers), now], [files[0][1], then], what=f"{name}, optimizers and stages")
+            _step(ddp, optimizers, 3, rank)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def _wholes(optimizers: list[Any]) -> list[Any]:
+    sharded = [one for one in optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+    for zero in sharded:
+        zero.consolidate_state_dict(to=None)
+    return [copy.deepcopy(zero.state_dict()) for zero in sharded]
+
+
+def _by_table(states: list[Any], key: Any = "") -> Any:
+    """What one rank has of the ``states`` of all: the sum of their errors, the mean of their residuals, and what is the
+    same on all ranks."""
+    if isinstance(states[0], list):
+        return [_by_table([state[place] for state in states]) for place in range(len(states[0]))]
+    if not isinstance(states[0], dict):
+        return states[0]
+    if key in ("error", "residuals"):
+        divisor = 1 if key == "error" else len(states)
+        return {name: sum(state[name] for state in states) / divisor for name in states[0]}
+    own = {"rank", "ranks", "generator", "own"}  # The last is what is sharded.
+    return {key: _by_table([state[key] for state in states], key) for key in states[0] if key not in own}
+
+
+def test_every_composition_resumes_on_one_rank_what_four_have_saved(tmp_path: Path) -> None:
+    run_ranks(_on_four, 4, tmp_path, timeout_s=240)
+    run_ranks(_on_one, 1, tmp_path, timeout_s=240)

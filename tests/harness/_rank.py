@@ -175,6 +175,8 @@ def _watch(spec: RankSpec) -> None:
 def _turn_warnings_into_errors() -> None:
     warnings.resetwarnings()
     warnings.simplefilter("error")
+    # Tests read the state of an optimizer to compare it.
+    warnings.filterwarnings("ignore", message=".* is not in the state of the optimizer")
 
 
 def _start_coverage() -> Any:

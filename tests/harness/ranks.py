@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -142,6 +143,24 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., Any]], 
         return test
 
     return decorated
+
+
+def failures_of(cells: Mapping[str, Callable[..., None]], world_size: int, *args: Any) -> dict[str, str]:
+    """Play each of ``cells`` in one world, as ``cell(rank, *args)``; the tracebacks of those that fail, by name."""
+    of_ranks: list[dict[str, str]] = run_ranks(_play, world_size, cells, args)
+    return {name: text for one in of_ranks for name, text in one.items()}
+
+
+def _play(
+    rank: int, world_size: int, cells: Mapping[str, Callable[..., None]], args: tuple[Any, ...]
+) -> dict[str, str]:
+    failed = {}
+    for name, cell in cells.items():
+        try:
+            cell(rank, *args)
+        except Exception:
+            failed[name] = f"rank {rank}: {traceback.format_exc()}"
+    return failed
 
 
 def _on_rank(rank: int, world_size: int, test: Any, given: dict[str, Any]) -> None:

@@ -286,8 +286,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a shard is read at another offset": Mutant(
         "optim/zero/checkpoint.py",
-        "= value[first - held[0] : last - held[0]]",
-        "= value[: last - first]",
+        "start : last - start] = whole[first - begin : last - begin]",
+        "start : last - start] = whole[: last - first]",
         "optim/zero/test_zero_saving.py -k resumes_exactly",
     ),
     # Local SGD.
@@ -353,10 +353,10 @@ MUTANTS: dict[str, Mutant] = {
         'if state["ranks"] != self.ranks:',
         "resume/test_train_state.py -k fit",
     ),
-    "the row of another rank is read": Mutant(
+    "what is another rank's own is read": Mutant(
         "resume/folder.py",
-        "0 if is_same else rank, buffers[dtype], start)",
-        "0, buffers[dtype], start)",
+        "for who in (rank, _ALL))",
+        "for who in (0, _ALL))",
         "resume/test_folder.py -k loop",
     ),
     "what a refused load has loaded stays": Mutant(

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import os
 import signal
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from benchmarks.host_cost import IdleStreams
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, failures_of, plain_step, run_ranks, wrap
 from harness.models import BATCH_NORM, EMPTY, MLP, Case, mean_squared_error
 from overlap import (
     AllReduce,
@@ -283,20 +282,9 @@ CELLS: dict[str, Callable[[int, Path], None]] = {
 }
 
 
-def _play(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    failed = {}
-    for name, cell in CELLS.items():
-        try:
-            cell(rank, folder)
-        except Exception:
-            failed[name] = f"rank {rank}: {traceback.format_exc()}"
-    return failed
-
-
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    of_ranks = run_ranks(_play, 2, tmp_path_factory.mktemp("folders"))
-    return {name: text for one in of_ranks for name, text in one.items()}
+    return failures_of(CELLS, 2, tmp_path_factory.mktemp("folders"))
 
 
 @pytest.mark.parametrize("name", CELLS)

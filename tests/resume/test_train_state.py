@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import io
-import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import overlap
-from harness import assert_parity, plain_step, run_ranks, wrap
+from harness import assert_parity, failures_of, plain_step, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -40,7 +40,7 @@ from overlap import (
     chain,
     powerSGD_hook,
 )
-from overlap.hooks import PostLocal, PostLocalSGDState
+from overlap.hooks import PostLocal, PostLocalSGDState, states
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 # DDP keeps the buckets that it begins with, and so does what is rounded by bucket.
@@ -111,7 +111,7 @@ def _refused(rank: int, folder: Path) -> None:
     classes = overlap.state_dict(zero_ddp, zero)["stages"]["classes"]
     with pytest.raises(ConfigurationError, match="of class AdamW, but this one is a ZeroRedundancyOptimizer"):
         overlap.load_state_dict(zero_ddp, zero, {**state, "stages": {**state["stages"], "classes": classes}})
-    with pytest.raises(ConfigurationError, match=r"share of .* is not the one that was saved .*missing"):
+    with pytest.raises(ConfigurationError, match=r"share of .* is not the one that was saved"):
         overlap.load_state_dict(*_zero(rank, steps=0, partition="parameter"), overlap.state_dict(*_zero(rank)))
     with pytest.raises(ConfigurationError, match="Linear is not a DistributedDataParallel model"):
         overlap.state_dict(nn.Linear(2, 2))  # type: ignore[arg-type]
@@ -337,6 +337,39 @@ def _kept(rank: int, folder: Path) -> None:
     assert_parity(overlap.state_dict(fresh, new), state, what="before it matters")
 
 
+def _warns(rank: int, folder: Path) -> None:
+    """Once, where the memory of stages is not saved with the state of an optimizer."""
+
+    def told(*calls: Callable[[], Any]) -> int:
+        states._is_told = False
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for call in calls * 2:
+                call()
+        texts = [str(one.message) for one in found]
+        assert all("save with overlap.save(folder, ddp, optimizer) on every rank" in text for text in texts), texts
+        return len(texts)
+
+    ddp, optimizer = _overlapped(rank)
+    state, whole = optimizer.optimizer.state_dict(), overlap.state_dict(ddp, optimizer)
+    assert told(optimizer.state_dict) == told(lambda: optimizer.load_state_dict(state)) == 1
+    assert told(lambda: overlap.load_state_dict(ddp, optimizer, whole), lambda: overlap.state_dict(ddp, optimizer)) == 0
+    assert told(lambda: overlap.TrainState(ddp, optimizer, stages_only=True), optimizer.state_dict) == 0
+    _, its = _overlapped(rank, reducer=AllReduce())
+    assert told(its.state_dict, lambda: its.load_state_dict(its.state_dict())) == 0
+    _, zero = _zero(rank)
+    zero.consolidate_state_dict(to=None)
+    assert told(zero.state_dict) == told(lambda: zero.load_state_dict(state)) == 1
+    model = wrap(MLP.model(), **MLP.ddp_options())
+    local = LocalSGD(model, ADAMW(model.parameters()), period=2, start_step=0)
+    _train(rank, model, local, range(1))
+    of_round = local.state_dict() if told(local.state_dict) == 1 else None
+    assert told(lambda: local.load_state_dict(of_round)) == 1
+    assert told(lambda: overlap.state_dict(model, local)) == 0
+    local.synchronize()
+    assert told(local.state_dict) == 0
+
+
 def _pair(rank: int, steps: int) -> Any:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     matrices, others = ([p for p in ddp.parameters() if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
@@ -382,23 +415,13 @@ CELLS: dict[str, Callable[[int, Path], None]] = {
     "hooks that are registered with DDP are saved or refused": _with_ddp,
     "what cannot be saved is named, and counters are saved before they matter": _kept,
     "the states of two optimizers are saved together": _of_two,
+    "an optimizer's state without the memory of stages is one warning": _warns,
 }
-
-
-def _play(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    failed = {}
-    for name, cell in CELLS.items():
-        try:
-            cell(rank, folder)
-        except Exception:
-            failed[name] = f"rank {rank}: {traceback.format_exc()}"
-    return failed
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    of_ranks = run_ranks(_play, 2, tmp_path_factory.mktemp("states"))
-    return {name: text for one in of_ranks for name, text in one.items()}
+    return failures_of(CELLS, 2, tmp_path_factory.mktemp("states"))
 
 
 @pytest.mark.parametrize("name", CELLS)

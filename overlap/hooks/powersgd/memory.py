@@ -12,7 +12,7 @@ from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import StageContext
-from overlap.hooks.states import StatesOfRanks, copied
+from overlap.hooks.states import StatesOfRanks, alike_in, copied
 from overlap.hooks.wires import StageMemory, Wire
 from overlap.hooks.wires.feedback import check_shape, summed_errors
 
@@ -127,11 +127,11 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
     Raises:
         ConfigurationError: ``rank`` is out of range, a state is missing, or states do not belong together.
     """
-    given = StatesOfRanks.given(states)
-    for state in () if given.is_whole else states:
-        _check_form(state)
-    if not given.is_whole and len(steps := {state["steps"] for state in states}) > 1:
-        raise ConfigurationError(f"states of different runs or steps, after {sorted(steps)} steps")
+    if not isinstance(states, StatesOfRanks):
+        for state in states:
+            _check_form(state)
+        if len(steps := {state["steps"] for state in states}) > 1:
+            raise ConfigurationError(f"states of different runs or steps, after {sorted(steps)} steps")
     residuals = summed_errors(states, "residuals", rank=rank, ranks=ranks, times=ranks / max(1, len(states)))
-    alike = given.without(0, "residuals", "generator")
+    alike = alike_in(states, rank, but=("residuals", "generator"))
     return {**alike, "residuals": residuals, "rank": rank, "ranks": ranks, "generator": None}

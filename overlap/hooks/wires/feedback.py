@@ -23,7 +23,7 @@ from overlap._torch.device import has_streams, hold, storage_key
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.stage import Stage, StageContext
-from overlap.hooks.states import StatesOfRanks, copied
+from overlap.hooks.states import StatesOfRanks, alike_in, copied
 from overlap.hooks.wires.codec import Wire
 from overlap.hooks.wires.exchange import QuantizedSum
 from overlap.ranks.machines import Levels, levels_of
@@ -369,8 +369,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
         ConfigurationError: ``rank`` is out of range, a state is missing, or states do not belong together.
     """
     errors = summed_errors(states, "error", rank=rank, ranks=ranks)
-    alike = StatesOfRanks.given(states).without(0, "error", "generator")
-    return {**alike, "error": errors, "rank": rank, "ranks": ranks}
+    return {**alike_in(states, rank, but=("error", "generator")), "error": errors, "rank": rank, "ranks": ranks}
 
 
 def summed_errors(
@@ -379,11 +378,10 @@ def summed_errors(
     """The errors ``state[key]`` of ``rank`` of ``ranks``, as for :func:`redistribute`, ``times`` a number."""
     if not 0 <= rank < ranks:
         raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
-    given = StatesOfRanks.given(states)
-    places = range(len(given)) if given.is_whole else _places(states)
+    places = range(len(states)) if isinstance(states, StatesOfRanks) else _places(states)
     sums: dict[str, Tensor] = {}
-    for old in range(rank, len(given), ranks):
-        for name, error in given.of(key)[places[old]].items():
+    for old in range(rank, len(states), ranks):
+        for name, error in states[places[old]].get(key, {}).items():
             sums[name] = sums[name] + error if name in sums else error
     return {name: total * times for name, total in sums.items()}
 

@@ -23,7 +23,7 @@ from overlap._torch.optimizer import step_hooks
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
-from overlap.hooks.states import StatesOfRanks
+from overlap.hooks.states import alike_in, under, warn_of_memory
 from overlap.hooks.wires import Wire
 from overlap.join.context import active_join, refuse_before_model, refuse_once_joined
 from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecycle, refusals_told
@@ -34,6 +34,7 @@ from overlap.optim.stepper import FoundInf, StepGuard
 from overlap.optim.update import in_its_chain
 
 _KEY = "local_sgd"
+_OF_RANKS = "the model of each rank, which is its own in the middle of a round,"
 
 _FORM = Form("local.step()", "LocalSGD", is_deferred=True)
 
@@ -222,6 +223,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         Ranks differ between two averages, so each saves its own, with its own model's. Waits for a pending average.
         """
         own = {**self.averager.state_dict(), "stages": self.registration.stage.state_dict()}
+        warn_of_memory(lambda: any(own["own_steps"]), _OF_RANKS)
         return {**self.optim.state_dict(), _KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -235,6 +237,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
                 stacklevel=2,
             )
             return
+        warn_of_memory(lambda: any(own["own_steps"]), _OF_RANKS)
         self.averager.load_state_dict(own)
         if "stages" in own:  # overlap.state_dict has them beside the optimizer.
             self.registration.stage.load_state_dict(own["stages"])
@@ -253,23 +256,22 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """
         if not states:
             raise ConfigurationError("redistribute needs the state of every old rank, and was given none")
-        given = StatesOfRanks.given(states)
-        own, base = given.of(_KEY), rank % len(given)
-        # Of states in files those that the other new ranks do not look at.
-        for old in sorted({base, *range(rank, len(given), ranks)}) if given.is_whole else range(len(given)):
-            if own.of("flight").keys(old) or any(own.of("own_steps")[old]):
+        own, memories = under(states, _KEY), under(under(states, _KEY), "wire")
+        looked_at = sorted({rank % len(states), *range(rank, len(states), ranks)})
+        for old in looked_at:
+            if own[old]["flight"] or any(own[old]["own_steps"]):
                 raise ConfigurationError(
                     f"the state of old rank {old} was saved in the middle of a round, when ranks have different "
                     "models: resume once with as many ranks as before, and call local.synchronize() before saving"
                 )
-        memories = own.of("wire")
-        has_memory = {bool(memories.keys(old)) for old in range(len(given))}
-        if has_memory == {False}:
-            return dict(given[base])
+        has_memory = {bool(memories[old]) for old in looked_at}
         if len(has_memory) > 1:
             raise ConfigurationError("some of the states are of runs with a wire, and others without")
-        wire = wires.redistribute(memories, rank=rank, ranks=ranks)
-        return {**given.without(base, _KEY), _KEY: {**own.without(base, "wire"), "wire": wire}}
+        base = alike_in(states, rank, but=())
+        if has_memory == {True}:
+            wire = wires.redistribute(memories, rank=rank, ranks=ranks)
+            base[_KEY] = {**alike_in(own, rank, but=("wire",)), "wire": wire}
+        return base
 
     def __repr__(self) -> str:
         name = self.optim if isinstance(self.optim, SeveralOptimizers) else type(self.optim).__name__

@@ -1,23 +1,19 @@
-"""The sharded state in pieces, which can be loaded on another number of ranks.
+"""The state of this rank's chunks as it is saved, in pieces, and the same of other chunks.
 
-A value with one element for every element of a parameter is a flat piece named by the elements that it holds, in the
-order of the parameter's memory: ``3/exp_avg/0:512``. Other values, such as ``3/step``, are the same on every rank that
-has them. ``manifest`` has what belongs to no parameter, and how the parameters lay in memory. A reader finds the pieces
-that overlap with its own elements, and reads only these. All forms of a saved state are made of pieces:
-
-- the folder of ``overlap.save``, where each piece is in boxes of the parameter's own shape;
-- the pieces of one rank, in ``overlap.state_dict``, which that rank loads as they are; :func:`merged`, those of all
-  ranks are for any number of them;
-- :meth:`ShardedState.consolidate`, where one rank puts together those of all to the ``state_dict()`` of the plain
-  optimizer.
+A *piece* of a parameter has the state of some of its elements, from ``start`` on in the order of its memory, as the
+optimizer of these has it: values of ``shape`` have one value for each element, and others are the same on every rank
+that has them. A rank saves a piece of each parameter that it has a part of, and a manifest of all that belongs to no
+parameter. Pieces are put together to those of another number of ranks, or to the state of whole parameters, as that of
+the plain optimizer. The folder of :func:`overlap.save` has them in boxes of the parameter's own shape.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +26,16 @@ from overlap._torch.c10d import side_group
 from overlap.errors import ConfigurationError
 from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, options_of
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
-from overlap.ranks.values import Split, receive, send, snapshot, split
+from overlap.ranks.values import receive, send, snapshot, split
 
-Pieces = Mapping[str, Any]
+Piece = Mapping[str, Any]
+Own = Mapping[str, Any]
+"""A ``manifest``, and ``pieces`` by the places of their parameters."""
 
-MANIFEST = "manifest"
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
-_NAME = re.compile(r"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):(?P<end>\d+))?")
+_NAME = re.compile(r"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):\d+)?")
 _NO_STATE = "has no state yet: save with overlap.save(folder, ddp, zero), and load with overlap.load(folder, ddp, zero)"
-_CPU = torch.device("cpu")
 # Of the parameters whose state is gathered at a time.
 _BLOCK_BYTES = 16 * 2**20
 
@@ -55,37 +51,45 @@ class ShardedState:
     """The shard of each parameter, in the groups' order."""
     process_group: dist.ProcessGroup
 
+    @property
+    def _chunks(self) -> list[Tensor]:
+        return [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+
+    def pieces(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """A piece for each of this rank's chunks, with ``states`` by the places of their parameters."""
+        return {
+            index: {
+                "start": _elements_of(shard)[0],
+                "shape": list(shard.own.shape),
+                "state": dict(states.get(index, {})),
+            }
+            for index, shard in enumerate(self.shards)
+            if shard.own is not None
+        }
+
     # Saving.
 
-    def pieces(self) -> dict[str, Any]:
-        """This rank's pieces, as views if possible.
+    def own(self) -> dict[str, Any]:
+        """This rank's state, not copied.
 
         Raises:
             UnsupportedError: a value of a parameter that is cut cannot be divided.
         """
-        own = self.optimizer.state_dict()
-        chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
-        found: dict[str, Any] = {
-            MANIFEST: {
-                "state": as_plain({key: value for key, value in own["state"].items() if key not in range(len(chunks))}),
-                "entries": as_plain(entries_of(own)),
-                "options": [as_plain(options_of(group)) for group in self.param_groups],
-                "dtypes": [shard.dtype for shard in self.shards],
-                "strides": [list(shard.strides) for shard in self.shards],
-                "groups": [len(group["params"]) for group in self.param_groups],
-                "shapes": [list(shard.parameter.shape) for shard in self.shards],
-            }
-        }
-        place_of = {id(chunk): place for place, chunk in enumerate(chunks)}
+        own, chunks = self.optimizer.state_dict(), self._chunks
+        places, states = {id(chunk): place for place, chunk in enumerate(chunks)}, dict[int, Mapping[str, Any]]()
         for index, shard in enumerate(self.shards):
-            if shard.own is None:
-                continue
-            state = as_plain(own["state"].get(place_of[id(shard.own)], {}))
-            check_divisible(self.optimizer, shard, state, shard.own.shape)
-            if shard.has_master:
-                state = {**state, _MASTER: shard.own}
-            found |= _named(index, state, shard.own.shape, needed(shard), shard.strides)
-        return found
+            if shard.own is not None:
+                state = own["state"].get(places[id(shard.own)], {})
+                check_divisible(self.optimizer, shard, state, shard.own.shape)
+                states[index] = {**state, _MASTER: shard.own} if shard.has_master else state
+        manifest = self.manifest(
+            state={key: value for key, value in own["state"].items() if key not in range(len(chunks))},
+            entries=entries_of(own),
+            groups=self.param_groups,
+            dtypes=[shard.dtype for shard in self.shards],
+        )
+        manifest["strides"] = [list(shard.strides) for shard in self.shards]
+        return {"manifest": manifest, "pieces": self.pieces(states)}
 
     def without_values(self) -> dict[str, Any]:
         """The consolidated state of an optimizer that has none of any parameter.
@@ -93,92 +97,143 @@ class ShardedState:
         ``torch.distributed.checkpoint.load`` loads what it finds in a ``state_dict()``, which is nothing; with this
         entry, which no checkpoint has, it fails.
         """
-        manifest = self.pieces()[MANIFEST]
+        manifest = self.own()["manifest"]
         return {"state": dict(manifest["state"]), **manifest["entries"], _NO_STATE: None}
 
-    def blocks(self, pieces: Pieces, to: int | None) -> list[tuple[Pieces, Split]]:
-        """``pieces`` in parts for :meth:`consolidate`, of blocks of parameters after what belongs to none.
-
-        Raises:
-            ConfigurationError: there is no rank ``to``, or a piece is neither tensors nor plain values.
-        """
+    def check_consolidation(self, own: Own, to: int | None) -> None:
+        """Raises: ConfigurationError: there is no rank ``to``, or a value is neither tensors nor plain values."""
         ranks = self.process_group.size()
         if to is not None and not 0 <= to < ranks:
             raise ConfigurationError(
                 f"consolidate_state_dict(to={to}): ranks of the group are 0 to {ranks - 1}, and None stands for all"
             )
-        ends_bytes = list(itertools.accumulate(shard.parameter.nbytes for shard in self.shards))
-        blocks: dict[int, dict[str, Any]] = {-1: {}, **{end // _BLOCK_BYTES: {} for end in ends_bytes}}
-        for name, value in pieces.items():
-            number = -1 if name == MANIFEST else ends_bytes[place_of(name)[0]] // _BLOCK_BYTES
-            blocks[number][name] = value
-        return [(block, split(block, "zero.state")) for block in blocks.values()]
+        split(own, "zero.state")
 
-    def consolidate(self, to: int | None, blocks: Sequence[tuple[Pieces, Split]]) -> dict[str, Any] | None:
+    def consolidate(self, own: Own, to: int | None) -> dict[str, Any] | None:
         """Put the state together in the form of the plain optimizer on rank ``to``, or on all ranks, to which each rank
         sends its tensors of one block of parameters after another; ``None`` on the other ranks. The groups are left
         out."""
-        group, rank, ranks = side_group(self.process_group), self.process_group.rank(), self.process_group.size()
-        root, parts = to or 0, list[dict[str, Any]]()
-        manifest: dict[str, Any] = {}
-        for pieces, message in blocks:
+        group, rank = side_group(self.process_group), self.process_group.rank()
+        root, others = to or 0, [one for one in range(self.process_group.size()) if one != (to or 0)]
+        ends_bytes = itertools.accumulate(shard.parameter.nbytes for shard in self.shards)
+        blocks = itertools.groupby(enumerate(ends_bytes), key=lambda one: one[1] // _BLOCK_BYTES)
+        whole: dict[Any, Any] = {}
+        for indexes in [[], *([index for index, _ in block] for _, block in blocks)]:
+            # First what belongs to no parameter, and then each block.
+            mine = {index: own["pieces"][index] for index in indexes if index in own["pieces"]}
+            mine = mine if indexes else own["manifest"]
             if rank != root:
-                send(message, root, group)
-                parts += [receive(root, group)] if to is None else []
+                send(mine, root, group)
+                whole |= receive(root, group) if to is None else {}
                 continue
-            everyone = merged([snapshot(pieces) if one == rank else receive(one, group) for one in range(ranks)])
-            manifest = manifest or everyone[MANIFEST]
-            try:
-                state = self._joined({**everyone, MANIFEST: manifest}, is_whole=True)
-                parts.append({"state": state} if parts else {**manifest["entries"], "state": manifest["state"]})
-            except ConfigurationError as error:
-                parts.append({"failure": str(error), "state": {}})
-            for one in range(ranks) if to is None else ():
-                if one != rank:
-                    send(split(parts[-1]), one, group)
-        for part in parts:
-            if "failure" in part:
-                raise ConfigurationError(part["failure"])
-        states = {key: value for part in parts for key, value in part["state"].items()}
-        return {**parts[0], "state": states} if parts else None
+            of_ranks = {**{one: receive(one, group) for one in others}, rank: snapshot(mine)}
+            found = self._whole(indexes, [of_ranks[one] for one in sorted(of_ranks)])
+            for one in others if to is None else ():
+                send(found, one, group)
+            whole |= found
+        if (failure := whole.pop("failure", None)) is not None:
+            raise ConfigurationError(failure)
+        rest = {key: whole.pop(key) for key in ("state", "entries") if key in whole}
+        return {**rest["entries"], "state": {**rest["state"], **whole}} if rest else None
+
+    def _whole(self, indexes: Sequence[int], of_ranks: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+        """The state of whole parameters from the pieces of all ranks; of none, what belongs to no parameter. That is
+        the first rank's, which has something to step, as such state may need."""
+        if not indexes:
+            return {key: of_ranks[0][key] for key in ("state", "entries")}
+        try:
+            states = {n: self._cut([one[n] for one in of_ranks if n in one], n, is_whole=True) for n in indexes}
+        except ConfigurationError as error:  # On all ranks, when nothing more is sent.
+            return {"failure": str(error)}
+        return {index: state for index, state in states.items() if state}
+
+    def merged(self, owns: Sequence[Own]) -> dict[str, Any]:
+        """This rank's state from those of all ranks, whatever their number was.
+
+        Raises:
+            ConfigurationError: they are of other parameters, or elements are missing.
+        """
+        manifest, every = owns[0]["manifest"], list(map(_pieces_in, owns))
+        self._check_manifest(manifest)
+        states = {n: self._cut([one[n] for one in every if n in one], n) for n in self.pieces({})}
+        return {"manifest": manifest, "pieces": self.pieces(states)}
+
+    def _cut(self, pieces: Iterable[Piece], index: int, *, is_whole: bool = False) -> dict[str, Any]:
+        """The state of this rank's chunk of a parameter, or of the ``is_whole`` parameter, from those of any chunks.
+
+        Raises:
+            ConfigurationError: elements are missing.
+        """
+        shard, state, flat = self.shards[index], dict[str, Any](), dict[str, Tensor]()
+        start, end = _elements_of(shard, is_whole=is_whole)
+        # The state of a whole parameter is in the order that its memory had, to be loaded in the order that it has.
+        strides, missing = shard.strides if is_whole else shard.parameter.stride(), dict[str, int]()
+        for piece in pieces:
+            begin = piece["start"]
+            first, last = max(start, begin), min(end, begin + math.prod(piece["shape"]))
+            for key, value in piece["state"].items():
+                if not is_per_element(value, piece["shape"]):
+                    # Pickling or copying a view deeply would take all of its memory.
+                    state[key] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                    continue
+                if key not in flat:
+                    flat[key], missing[key] = value.new_empty(end - start), end - start
+                    is_shaped = is_whole or shard.is_whole
+                    state[key] = flat[key].as_strided(shard.parameter.size(), strides) if is_shaped else flat[key]
+                if first < last:
+                    whole = in_memory_order(value, strides)
+                    flat[key][first - start : last - start] = whole[first - begin : last - begin]
+                    missing[key] -= last - first
+        for key, numel in missing.items():
+            if numel:
+                raise ConfigurationError(
+                    f"{numel} elements of {key!r} of {shard.name} of shape {tuple(shard.parameter.shape)} are missing"
+                )
+        return state
 
     # Loading.
 
-    def check_pieces(self, pieces: Pieces) -> None:
-        """Raises: ConfigurationError: ``pieces`` are of other parameters, or lack elements of this rank."""
-        self._check_manifest(pieces[MANIFEST])
-        for name, (index, key, held) in self._places(pieces).items():
-            shard, value = self.shards[index], pieces[name]
-            if key == _MASTER and not shard.has_master:
+    def check(self, own: Own) -> None:
+        """Raises: ConfigurationError: ``own`` is of other parameters, or of other elements of them."""
+        self._check_manifest(own["manifest"])
+        pieces = self._pieces_here(own)
+        for index, here in self.pieces({}).items():
+            shard, piece = self.shards[index], pieces.get(index, {"start": None, "shape": (), "state": {}})
+            if (piece["start"], list(piece["shape"])) != (here["start"], here["shape"]):
                 raise ConfigurationError(
-                    f"the state has a copy of {shard.name} in {value.dtype}, from which it was stepped, and this "
-                    f"optimizer keeps none: give ZeroRedundancyOptimizer master_dtype={value.dtype}, with parameters "
+                    f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that "
+                    "was saved: use the same partition, order of parameters, memory format and number of ranks, or the "
+                    "states of all ranks"
+                )
+            if (master := piece["state"].get(_MASTER)) is not None and not shard.has_master:
+                raise ConfigurationError(
+                    f"the state has a copy of {shard.name} in {master.dtype}, from which it was stepped, and this "
+                    f"optimizer keeps none: give ZeroRedundancyOptimizer master_dtype={master.dtype}, with parameters "
                     "of the dtype that they had"
                 )
-            if held is None:
-                check_divisible(self.optimizer, shard, {key: value}, (shard.range[1] - shard.range[0],))
+            check_divisible(self.optimizer, shard, piece["state"], here["shape"])
 
     @torch.no_grad()
-    def load_pieces(self, pieces: Pieces) -> None:
-        """Replace the state, masters and hyperparameters of this rank by those in ``pieces``, which have passed
-        :meth:`check_pieces`, after the model's parameters."""
-        manifest, state = pieces[MANIFEST], self._joined(pieces)
+    def load(self, own: Own) -> None:
+        """Replace the state, masters and hyperparameters of this rank by ``own``, which has passed :meth:`check` and is
+        kept, after the model's parameters."""
+        manifest, pieces, chunks = own["manifest"], self._pieces_here(own), self._chunks
+        rest = copy.deepcopy({**manifest["entries"], "state": manifest["state"]})
         dtypes = manifest["dtypes"] or [None] * len(self.shards)
-        loaded = {**self.optimizer.state_dict(), **cloned(manifest["entries"]), "state": cloned(manifest["state"])}
-        owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
+        loaded = {**self.optimizer.state_dict(), **rest}
         for shard in self.shards:
             shard.follow()
-        chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+        owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
         for place, chunk in enumerate(chunks):
             index, shard = owned[id(chunk)]
-            values = state.get(index, {})
-            master = values.pop(_MASTER, None)
+            state = dict(pieces[index]["state"])
+            master = state.pop(_MASTER, None)
             if shard.has_master:
-                chunk.copy_(shard.shaped(shard.view) if master is None else master.view_as(chunk))
-            if values or (index in state and master is None):
-                loaded["state"][place] = values
-        for group, values in zip(loaded["param_groups"], manifest["options"], strict=True):
-            group.update(values)
+                chunk.copy_(shard.shaped(shard.view) if master is None else master)
+            if state:
+                loaded["state"][place] = state
+        for group, options in zip(loaded["param_groups"], manifest["options"], strict=True):
+            group.update(options)
         self.optimizer.load_state_dict(loaded)
         for place, chunk in enumerate(chunks):
             given, now = loaded["state"].get(place, {}), self.optimizer.state.get(chunk, {})
@@ -201,28 +256,35 @@ class ShardedState:
         groups = state_dict["param_groups"]
         keys = [key for group in groups for key in group["params"]]
         rest = {key: value for key, value in state_dict["state"].items() if key not in keys}
-        manifest = self.manifest(
-            state=rest,
-            entries=entries_of(state_dict),
-            options=[options_of(group) for group in groups],
-            groups=[len(group["params"]) for group in groups],
-            dtypes=dtypes,
-        )
+        manifest = self.manifest(state=rest, entries=entries_of(state_dict), groups=groups, dtypes=dtypes)
         self._check_manifest(manifest)
-        pieces: dict[str, Any] = {MANIFEST: manifest}
+        pieces = {}
         for index, (shard, key) in enumerate(zip(self.shards, keys, strict=True)):
-            state, parameter = state_dict["state"].get(key, {}), shard.parameter
-            check_divisible(self.optimizer, shard, state, parameter.shape)
-            pieces |= _named(index, state, parameter.shape, (0, parameter.numel()), parameter.stride())
-        self.check_pieces(pieces)
-        self.load_pieces(pieces)
+            state, shape = state_dict["state"].get(key, {}), shard.parameter.shape
+            check_divisible(self.optimizer, shard, state, shape)
+            pieces[index] = {"start": 0, "shape": shape, "state": state}
+        own = self.merged([{"manifest": manifest, "pieces": pieces}])
+        self.check(own)
+        self.load(own)
 
-    # Pieces.
-
-    def manifest(self, **given: Any) -> dict[str, Any]:
+    def manifest(
+        self,
+        *,
+        state: Mapping[Any, Any],
+        entries: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        dtypes: Sequence[torch.dtype | None] | None,
+    ) -> dict[str, Any]:
         """That of pieces of parameters that lie in memory as they do here."""
-        shapes = [list(shard.parameter.shape) for shard in self.shards]
-        return {**given, "strides": [shard.parameter.stride() for shard in self.shards], "shapes": shapes}
+        return {
+            "state": state,
+            "entries": entries,
+            "options": [options_of(group) for group in groups],
+            "groups": [len(group["params"]) for group in groups],
+            "dtypes": dtypes,
+            "strides": [list(shard.parameter.stride()) for shard in self.shards],
+            "shapes": [list(shard.parameter.shape) for shard in self.shards],
+        }
 
     def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
         groups = [len(group["params"]) for group in self.param_groups]
@@ -243,115 +305,58 @@ class ShardedState:
                     "state_dict() instead"
                 )
 
-    def _places(self, names: Iterable[str], *, is_whole: bool = False) -> dict[str, tuple[int, str, Range | None]]:
-        """Of each piece among ``names`` that this rank needs (for ``is_whole`` parameters, if asked for): its
-        parameter, its key, and its elements.
-
-        Raises:
-            ConfigurationError: elements are missing.
-        """
-        places: dict[str, tuple[int, str, Range | None]] = {}
-        missing: dict[tuple[int, str], int] = {}
-        for name in names:
-            if name == MANIFEST:
-                continue
-            index, key, held = place_of(name)
-            shard = self.shards[index]
-            if not is_whole and shard.own is None:
-                continue
-            if held is None:
-                places[name] = index, key, None
-                continue
-            start, end = needed(shard, is_whole=is_whole)
-            common = min(end, held[1]) - max(start, held[0])
-            missing[index, key] = missing.get((index, key), end - start) - max(0, common)
-            if common > 0 or start == end:
-                places[name] = index, key, held
-        for (index, key), numel in missing.items():
-            if numel:
-                shard = self.shards[index]
-                raise ConfigurationError(
-                    f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that "
-                    f"was saved ({numel} elements of {key!r} are missing): use the same partition, order of "
-                    "parameters, memory format and number of ranks, or the states of all ranks"
-                )
-        return places
-
-    def _joined(self, pieces: Pieces, *, is_whole: bool = False) -> dict[int, Any]:
-        """The state of each parameter from its pieces, as this rank's chunks have it, or as a whole."""
-        state: dict[int, dict[str, Any]] = {}
-        flat: dict[tuple[int, str], Tensor] = {}
-        for name, (index, key, held) in self._places(pieces, is_whole=is_whole).items():
-            values, value = state.setdefault(index, {}), pieces[name]
-            if held is None:
-                values[key] = cloned(value)
-                continue
-            start, end = needed(self.shards[index], is_whole=is_whole)
-            if (index, key) not in flat:
-                flat[index, key] = values[key] = torch.empty(end - start, dtype=value.dtype, device=value.device)
-            first, last = max(start, held[0]), min(end, held[1])
-            if first < last:
-                flat[index, key][first - start : last - start] = value[first - held[0] : last - held[0]]
-        for (index, key), joined in flat.items():
-            shard = self.shards[index]
-            if is_whole or shard.is_whole:
-                strides = pieces[MANIFEST]["strides"][index]
-                state[index][key] = joined.as_strided(shard.parameter.size(), strides)
-        return state
+    def _pieces_here(self, own: Own) -> Mapping[int, Piece]:
+        """Those of this rank; of version 0.1.0 in the shapes of chunks."""
+        pieces: Mapping[int, Piece] = own["pieces"] if "pieces" in own else self.merged([own])["pieces"]
+        return pieces
 
 
-def merged(saved: Sequence[Pieces]) -> dict[str, Any]:
-    """The pieces of all ranks together. Of those that several have, such as the manifest, the first rank's count: it
-    has something to step, as state that belongs to no parameter may need."""
-    return {name: value for pieces in reversed(saved) for name, value in pieces.items()}
+def _pieces_in(own: Own) -> Mapping[int, Piece]:
+    """The pieces in ``own``, where those of version 0.1.0 are flat, ``3/exp_avg/0:512`` and ``3/step``."""
+    if "pieces" in own:
+        pieces: Mapping[int, Piece] = own["pieces"]
+        return pieces
+    found: dict[int, dict[str, Any]] = {}
+    for match in filter(None, map(_NAME.fullmatch, own)):
+        piece = found.setdefault(int(match["index"]), {"start": 0, "shape": [0], "state": {}})
+        piece["state"][match["key"]] = value = own[match[0]]
+        if match["start"] is not None:
+            piece |= {"start": int(match["start"]), "shape": list(value.shape)}
+    return found
+
+
+def _elements_of(shard: Shard, *, is_whole: bool = False) -> Range:
+    """The elements of ``shard`` in this rank's state, or in that of the ``is_whole`` parameter."""
+    return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range
+
+
+def in_memory_order(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """A value per element of a parameter with these ``strides``, or of a flat part of it, flat in the order of the
+    parameter's memory."""
+    if value.dim() == len(strides) and value.stride() != tuple(strides):
+        value = torch.empty_strided(value.size(), tuple(strides), dtype=value.dtype, device=value.device).copy_(value)
+    return flatten(value)
 
 
 def packed(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A consolidated state with these groups as the plain optimizer's ``state_dict()``, which the caller may change."""
     places = itertools.count()
-    return {
-        **whole,
-        "state": {key: dict(one) if isinstance(one, dict) else one for key, one in whole["state"].items()},
-        "param_groups": [
-            {
-                **{key: as_plain(value) for key, value in group.items() if key != "params"},
-                "params": list(itertools.islice(places, len(group["params"]))),
-            }
-            for group in param_groups
-        ],
-    }
+    groups = [{**group, "params": list(itertools.islice(places, len(group["params"])))} for group in param_groups]
+    found: dict[str, Any] = _as_plain({**whole, "param_groups": groups})
+    return found
 
 
-def as_plain(value: Any) -> Any:
-    """``value`` with NumPy's numbers as Python's, which ``torch.load(weights_only=True)`` accepts."""
-
-    def plain(leaf: Any) -> Any:
-        is_number_of_numpy = type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", None) == 0
-        return leaf.item() if is_number_of_numpy else leaf
-
-    return _mapped(value, plain)
-
-
-def cloned(value: Any, *, device: torch.device | None = None) -> Any:
-    """A copy of ``value`` that shares no tensor with it. Pickling a view would save all of its memory."""
-
-    def clone(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.detach().to(device or leaf.device, copy=True)
-        return copy.deepcopy(leaf)
-
-    return _mapped(value, clone)
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+def _as_plain(value: Any) -> Any:
+    """New dicts and lists, with NumPy's numbers as Python's, which ``torch.load(weights_only=True)`` accepts."""
     if isinstance(value, dict):
-        return {key: _mapped(item, function) for key, item in value.items()}
+        return {key: _as_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_mapped(item, function) for item in value)
-    return function(value)
+        return type(value)(map(_as_plain, value))
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
 
 
 def entries_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer's ``state_dict()`` has beside state and groups."""
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", _NO_STATE)}
 
 
@@ -368,32 +373,3 @@ def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor
         is_kept = is_as_saved or is_number or not value.dtype.is_floating_point
         if is_kept and now.dtype == chunk.dtype != value.dtype:
             loaded[key] = value.to(now.device)
-
-
-def _named(
-    index: int, state: Mapping[str, Any], shape: Sequence[int], held: Range, strides: Sequence[int]
-) -> Iterator[tuple[str, Any]]:
-    """The pieces of a parameter's ``state``, in which values per element have this ``shape``, these elements, and are
-    to be flat in the order of ``strides``."""
-    for key, value in state.items():
-        if not is_per_element(value, shape):
-            yield f"{index}/{key}", value
-            continue
-        flat = value
-        if value.dim() == len(strides) and value.stride() != tuple(strides):
-            flat = torch.empty_strided(value.size(), tuple(strides), dtype=value.dtype, device=value.device)
-            flat.copy_(value)
-        yield f"{index}/{key}/{held[0]}:{held[1]}", flatten(flat)
-
-
-def place_of(name: str) -> tuple[int, str, Range | None]:
-    """The parameter, the key and the elements of the piece of this name."""
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
-    held = None if match["start"] is None else (int(match["start"]), int(match["end"]))
-    return int(match["index"]), match["key"], held
-
-
-def needed(shard: Shard, *, is_whole: bool = False) -> Range:
-    """The elements of ``shard`` in this rank's state, or in that of the ``is_whole`` parameter."""
-    return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range

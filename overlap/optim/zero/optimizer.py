@@ -48,7 +48,7 @@ from overlap.join.context import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
 from overlap.optim.gradients import and_others
 from overlap.optim.lifecycle import Event, Phase
-from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy
+from overlap.optim.optimizer import LoopOptimizer, OptimizerProxy, warn_of_stages
 from overlap.optim.stepper import FoundInf, SubsetStepper, check_optimizer
 from overlap.optim.update import L, Update
 from overlap.optim.zero import exchange
@@ -661,9 +661,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
         with Agreement(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as agreement:
             state = self.sharded_state()
-            blocks = state.blocks(state.pieces(), to)
+            own = state.own()
+            state.check_consolidation(own, to)
             agreement.agree()
-            whole = state.consolidate(to, blocks)
+            whole = state.consolidate(own, to)
         # That of another rank takes nothing away from this one.
         if whole is not None or not self.consolidated:
             self.consolidated[:] = [whole or {}]
@@ -677,6 +678,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             TrainingLoopError: :meth:`consolidate_state_dict` was not called since the last update.
         """
+        warn_of_stages(self.updates)
         run_state_hooks(self, "state_dict_pre")
         self._check_groups()
         if not self.consolidated:
@@ -694,6 +696,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             ConfigurationError: it belongs to other parameters.
         """
+        warn_of_stages(self.updates)
         given = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
         self.prepare_to_load()
         state = self.sharded_state()
