@@ -491,7 +491,7 @@ class Hyperparameters:
             is_followed = any(id(one) in self._followed for one in all_of(optimizer))
             if key in self._SCHEDULED and is_scheduled(optimizer) and not is_followed:
                 raise TrainingLoopError(
-                    f"{key} of {type(optimizer).__name__} is {own} on this rank and {others} on another, since its "
+                    f"{key} of {type(optimizer).__name__} is {own} on one rank and {others} on another, since its "
                     "scheduler did not step on ranks that had run out of inputs: give every scheduler of an optimizer "
                     "that is given to Join to it, too, as in Join([ddp, optimizer, scheduler])"
                 )

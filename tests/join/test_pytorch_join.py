@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from join_loops import TOLD_BY, joined, make, overlapped_body, snapshot
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from harness import assert_parity, on_ranks, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
@@ -16,8 +17,6 @@ from overlap import (
     AllReduce,
     ConfigurationError,
     Join,
-    Joinable,
-    JoinHook,
     LocalSGD,
     UnsupportedError,
     chain,
