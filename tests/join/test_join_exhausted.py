@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from join_loops import TOLD_BY, joined, make, overlapped_body, snapshot
+from join_loops import TOLD_BY, assert_same_on_every_rank, joined, make, overlapped_body, snapshot
 
-from harness import assert_parity, run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import ConfigurationError, Join, TrainingLoopError
 
@@ -51,7 +51,8 @@ def _counts_the_ranks_that_have_batches(rank: int) -> None:
         assert trained(batches[2:], on_exhausted="stop") == []
 
 
-def _exhausted(rank: int, world_size: int) -> Any:
+@on_ranks(2, timeout_s=120)
+def test_ranks_stop_or_raise_together_when_the_first_runs_out(rank: int, world_size: int) -> None:
     ran: list[Any] = []
     ended = _train(_batches(rank), "batches", ran, on_exhausted="stop")
     assert len(ran) == 3
@@ -75,9 +76,4 @@ def _exhausted(rank: int, world_size: int) -> Any:
     with Join([ddp], enable=False) as join:
         for batch in join.iterate(_batches(rank)[:2]):
             mean_squared_error(ddp, batch).backward()
-    return ended
-
-
-def test_ranks_stop_or_raise_together_when_the_first_runs_out() -> None:
-    first, second = run_ranks(_exhausted, 2, timeout_s=120)
-    assert_parity(second, first, what="rank 1")
+    assert_same_on_every_rank(ended, what="stopped")
