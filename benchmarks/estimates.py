@@ -13,7 +13,7 @@ _LINKS = {
     "one machine, NVLink": (2960.0, 8, 1),
 }
 _MICROBATCHES = (1, 8)
-_LEFT_OUT = ("DDP", "Quantize(Int8()), ZeroStep(gather='forward')")
+_LEFT_OUT = ("DDP", "Quantize(Int8()), ZeroStep(gather='forward')", "HSDP", "HSDP, Quantize(Int8())")
 
 
 def grid() -> Iterator[str]:

@@ -37,8 +37,6 @@ __all__ = [
     "Int4",
     "Int8",
     "Join",
-    "JoinHook",
-    "Joinable",
     "LocalSGD",
     "Log",
     "OptimizerHookState",

@@ -33,6 +33,8 @@ REMOVED = {
     "DQuantType": _QUANTIZE,
     "ElasticLocalSGD": "use torchft, whose LocalSGD and DiLoCo outlive a lost group of ranks",
     "Hierarchical": "use Quantize(wire), which on several machines sends the wire between them alone",
+    "JoinHook": "use torch.distributed.algorithms.join.JoinHook",
+    "Joinable": "use torch.distributed.algorithms.join.Joinable",
     "Offloaded": _OFFLOAD,
     "QuantizationOverflowError": "use warnings.filterwarnings('error', message='.*values too large')",
     "Scale": "write the three lines of docs/transforms.md: a function of a bucket is a transform",

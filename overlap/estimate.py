@@ -67,6 +67,8 @@ class Chain:
     """Of memory, read and written for each gradient."""
     is_sharded: bool = False
     """Whether each rank updates its part of the parameters."""
+    is_hybrid: bool = False
+    """Whether each rank of a machine reduces between machines, and updates, its part of the parameters (HSDP)."""
 
 
 CHAINS = (
@@ -84,6 +86,8 @@ CHAINS = (
         codec_bytes=12,
         is_sharded=True,
     ),
+    Chain(name="HSDP", backward=1.0, is_hybrid=True),
+    Chain(name="HSDP, Quantize(Int8())", backward=0.253, codec_bytes=12, is_hybrid=True),
 )
 
 
@@ -98,6 +102,8 @@ def step_ms(job: Job, chain: Chain) -> float:
     backward_s = 2 * forward_s
     ranks = job.machines * job.ranks_a_machine if chain.is_sharded else 1
     memory_bytes = job.parameters * (chain.codec_bytes + job.update_bytes / ranks)
+    if chain.is_hybrid:
+        memory_bytes /= job.ranks_a_machine
     seconds = (
         (job.microbatches - 1) * (forward_s + backward_s)
         + max(forward_s, chain.forward * all_reduce_s)

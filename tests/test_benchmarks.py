@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks import gpu, gpu_ranks
+from benchmarks import gpu, gpu_ranks, replicas
 from benchmarks.bench import __main__ as bench
 from benchmarks.bench.variants import registry
 from benchmarks.race import __main__ as race
@@ -104,6 +104,15 @@ def test_a_race_keeps_its_curves_and_is_continued(tmp_path: Path, capfd: pytest.
     assert "overlap-zero" in capfd.readouterr().out
     assert page.read_text().startswith("before ") and page.read_text().endswith(" after")
     assert "| `overlap-zero` |" in page.read_text() and " old " not in page.read_text()
+
+
+def test_bytes_and_losses_between_replicas_are_written_into_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{replicas.BEGIN} {replicas.END}")
+    replicas.main(["--steps", "4", "--seeds", "0", "--only", "Cast", "--into", str(page)])
+    _, _, _, plain, cast = page.read_text().split("\n| ")
+    assert plain.startswith(f"{replicas.PLAIN} | 1.000 | ")
+    assert cast.startswith("`Cast(torch.bfloat16)` | 0.50")
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,11 @@ def test_figures_of_the_races_are_those_of_the_report() -> None:
 def test_the_grid_of_estimates_is_what_the_command_prints() -> None:
     grid = "\n".join(estimates.grid())
     assert grid in (DOCS / "choose.md").read_text(), "python -m benchmarks.estimates"
+    job = estimate.Job()
+    plain, *others = [(chain, estimate.step_ms(job, chain)) for chain in estimate.CHAINS]
+    for chain, ms in others:
+        if chain.is_hybrid:
+            assert f"| `{chain.name}` | {ms:.0f} | {plain[1] / ms:.2f} |" in (DOCS / "gpus.md").read_text()
 
 
 def test_the_estimate_of_the_front_page_is_that_of_its_command() -> None:

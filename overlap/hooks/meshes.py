@@ -51,7 +51,7 @@ from overlap.hooks.engine.wavefront import BackwardPass, Task
 from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction, OnGroup
 from overlap.hooks.stage import Role, Stage, StageContext, redistributed, walk, with_contexts
-from overlap.ranks.board import Agreement, group_all_reduce, of_all_ranks
+from overlap.ranks.board import Agreement, group_all_reduce
 
 _INSTEAD = {
     Role.TRANSFORM: "it would see a shard of a unit at a time: use torch.nn.utils.clip_grad_norm_ after backward",
@@ -332,20 +332,20 @@ class ReplicaRegistration(Registration):
         """The reducer's memory as the last step has left it, for ``dcp.save``; with the ``metadata`` of a checkpoint,
         tensors of its shapes, for ``dcp.load``. Every rank calls it.
 
-        Communication: the ranks of a replica compare the names of parameters with errors.
+        Communication: in each replica one rank reads from the store which parameters have errors, and answers all.
         """
         if metadata is not None:
             return self._empty(metadata.state_dict_metadata)
         tree = self.stage.state_dict()
-        found = {path: {name: error.dtype for name, error in errors.items()} for path, errors in _by_shard(tree)}
+        errors = {"|".join(path): by_name for path, by_name in _by_shard(tree)}
+        dtypes = {path: {name: str(one.dtype) for name, one in errors[path].items()} for path in errors}
         for peers in self._peers:  # A shard may be too small to be compressed, or empty.
-            for theirs in of_all_ranks(found, peers):
-                found = {path: {**theirs.get(path, {}), **dtypes} for path, dtypes in {**theirs, **found}.items()}
-        for path, errors in _by_shard(tree):
-            dtypes, kept = found[path], dict(errors)
-            errors.clear()
-            for name in filter(dtypes.__contains__, self._shards):  # In the same order on all ranks.
-                errors[name] = kept.get(name, torch.zeros_like(self._shards[name], dtype=dtypes[name]))
+            with Agreement(peers, "save the state of a reducer") as agreement:
+                dtypes = agreement.agree(dtypes, _united)
+        for path, by_name in errors.items():
+            for name in filter(dtypes[path].__contains__, self._shards):  # In the same order on all ranks.
+                dtype = getattr(torch, dtypes[path][name].removeprefix("torch."))
+                by_name[name] = by_name.pop(name, torch.zeros_like(self._shards[name], dtype=dtype))
         made: dict[str, Any] = {}
         head = f"{_MARK}{self._group.rank()}|"
         skeleton = self._flattened(tree, (), head, made)
@@ -433,6 +433,12 @@ class ReplicaRegistration(Registration):
 def _is_shard(path: Sequence[str]) -> bool:
     """Whether a tensor of a stage's state is of the shape of a parameter's shard."""
     return len(path) > 1 and path[-2] in _BY_SHARD
+
+
+def _united(of_ranks: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
+    """The names of all ranks, with their dtypes, by path."""
+    paths = dict.fromkeys(path for one in of_ranks for path in one)
+    return {path: {name: dtype for one in of_ranks for name, dtype in one.get(path, {}).items()} for path in paths}
 
 
 def _by_shard(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:

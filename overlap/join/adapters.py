@@ -94,7 +94,7 @@ def adapter_of(joinable: Any, join: Port, kwargs: dict[str, Any]) -> Adapter:
         check_ddp(joinable)
     raise ConfigurationError(
         f"{described(joinable)} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
-        "DistributedDataParallel and subclasses of overlap.Joinable"
+        "DistributedDataParallel and subclasses of torch.distributed.algorithms.join.Joinable"
     )
 
 
@@ -298,10 +298,8 @@ class DDPAdapter:
         join.gradients.take_back()
         if call is Call.BACKWARD:
             join.replays_own_gradients, self._has_own = self._has_own, False
-            try:
-                self._replay_backward()
-            finally:
-                join.replays_own_gradients = False
+            self._replay_backward()
+            join.replays_own_gradients = False
             return
         records_gradients, has_buffers, synchronizes = detail
         if records_gradients:
@@ -491,7 +489,7 @@ class Hyperparameters:
             is_followed = any(id(one) in self._followed for one in all_of(optimizer))
             if key in self._SCHEDULED and is_scheduled(optimizer) and not is_followed:
                 raise TrainingLoopError(
-                    f"{key} of {type(optimizer).__name__} is {own} on this rank and {others} on another, since its "
+                    f"{key} of {type(optimizer).__name__} is {own} on one rank and {others} on another, since its "
                     "scheduler did not step on ranks that had run out of inputs: give every scheduler of an optimizer "
                     "that is given to Join to it, too, as in Join([ddp, optimizer, scheduler])"
                 )

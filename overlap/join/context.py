@@ -16,10 +16,9 @@ call::
     poll: a backward                          poll -> adapter.replay(BACKWARD)
     poll: a step, with learning rates         poll -> adapter.replay(STEP)
 
-A poll is a sum over ranks, of as many float64 whatever their number: of ranks that have inputs, of steps and their
-squares (so that all see whether ranks differ), of ranks that are about to synchronize gradients, and of ranks that make
-each kind of call. The rest, a call's details and the hyperparameters, is written by one rank alone, so a sum is a
-broadcast. Only where the number of ranks with inputs changes, or ranks differ, do they exchange a number each.
+A poll is a sum over ranks, of as many float64 whatever their number. A call's details and the hyperparameters are
+written by one rank alone, so their sum is a broadcast. Only where the number of ranks with inputs changes, or ranks
+differ, do they exchange a number each.
 
 A rank that waits in a backward for a rank that does not synchronize gradients would wait for the group's timeout. So
 before a backward that synchronizes each rank waits for a poll in which all with inputs were about to do so: the one of
@@ -32,12 +31,10 @@ after a failure leave it out of step.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -74,47 +71,6 @@ _STEPS_TOLD = 2**16
 # Calls whose polls every rank reads, so that all may raise.
 _READ_BY_ALL = {Call.BEGIN, Call.READY, Call.LEAVE}
 _TO_LEAVE_EARLY = 'to leave early use on_exhausted="stop", and leave on every rank in the same iteration'
-
-
-class JoinHook(base.JoinHook):
-    """PyTorch's: what a rank without inputs does in place of a call that notifies the Join, and at the end.
-
-    >>> class Silent(JoinHook):
-    ...     def main_hook(self):
-    ...         "Issue the collectives of one call, the same as ranks with inputs issue."
-    ...     def post_hook(self, is_last_joiner):
-    ...         "Called once on every rank, when all have run out of inputs."
-    """
-
-
-class Joinable(base.Joinable):
-    """PyTorch's: issues collectives, once or more per iteration.
-
-    Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__``.
-
-    >>> class Counter(Joinable):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.counted = 0
-    ...     def count(self):
-    ...         Join.notify_join_context(self)
-    ...         ones = torch.ones(1)
-    ...         dist.all_reduce(ones)  # how many ranks take part
-    ...         self.counted += int(ones)
-    ...     def join_hook(self, **kwargs):
-    ...         return CounterHook()
-    ...     join_device = torch.device("cpu")
-    ...     join_process_group = dist.group.WORLD
-    >>> class CounterHook(JoinHook):
-    ...     def main_hook(self):  # in place of count(), on a rank without inputs
-    ...         dist.all_reduce(torch.zeros(1))
-    >>> counter = Counter()
-    >>> with Join([counter]) as join:
-    ...     for x, y in join.iterate(loader):
-    ...         counter.count()
-    >>> counter.counted
-    4
-    """
 
 
 class Join(base.Join):
@@ -208,11 +164,6 @@ class Join(base.Join):
         # Nobody waits for it here; kept until the next one.
         self._announced: _Poll | None = None
 
-    @staticmethod
-    def notify_join_context(joinable: base.Joinable) -> Any:
-        """Tell the active Join, ours or PyTorch's, that ``joinable`` is about to issue an iteration's collectives."""
-        return base.Join.notify_join_context(joinable)
-
     # The block.
 
     def __enter__(self) -> Self:
@@ -257,7 +208,7 @@ class Join(base.Join):
             TrainingLoopError: outside of the block, a second time, or after a forward.
         """
         if not self._enable:
-            yield from _with_undone(loader)
+            yield from loader
             return
         if active_join(self._group) is not self:
             raise TrainingLoopError("join.iterate belongs inside of the block: with Join([...]) as join: ...")
@@ -267,10 +218,9 @@ class Join(base.Join):
                 "the data, so open another for the next epoch"
             )
         self._is_iterated, has_begun = True, False
-        for batch in _with_undone(loader):
+        for batch in loader:
             self._begin(has_inputs=True)
             if self._stops and not all(self.active):
-                _put_back(loader, batch)
                 break
             has_begun = True
             yield batch
@@ -316,7 +266,6 @@ class Join(base.Join):
         """Replay the others' calls until all have run out, then leave alike."""
         joined_at = self._iterations
         if self._stops:
-            self.active  # noqa: B018
             self._send(Call.LEAVE)
             self.active  # noqa: B018
         else:
@@ -327,17 +276,29 @@ class Join(base.Join):
                     f"join.iterate(itertools.islice(loader, {joined_at})); {_TO_LEAVE_EARLY}"
                 )
             self._replay()
-            own = self._hyperparameters
-            try:
-                for values in self._extremes_and_last(own.values()) if own.count else ():
-                    own.follow(values)
-            except TrainingLoopError:
-                self._has_raised_on_all = True
-                raise
+            if self._hyperparameters.count:
+                self._compare_hyperparameters()
         for adapter in self._adapters:
             if adapter.hook is not None:
                 # The last iteration to begin, without any inputs, counts, too.
                 adapter.hook.post_hook(is_last_joiner=self._iterations <= joined_at + 1)
+
+    def _compare_hyperparameters(self) -> None:
+        """Take over those of the rank that had inputs last. Raises: TrainingLoopError: on all ranks, as they differ."""
+        own = self._hyperparameters
+
+        def followed(of_ranks: list[list[float]]) -> list[float]:
+            for values in (*of_ranks, of_ranks[self._source]):
+                own.follow(values)
+            return of_ranks[self._source]
+
+        with Agreement(self._group, "leave Join") as agreement:
+            values = own.values()
+            try:
+                own.follow(agreement.agree(values, followed))
+            except TrainingLoopError:
+                self._has_raised_on_all = True
+                raise
 
     # Who has inputs in this iteration.
 
@@ -420,10 +381,16 @@ class Join(base.Join):
                 f"rank {self._rank} began another forward or step after join.iterate had ended, and ranks that ran out "
                 "before could not follow: leave the block first"
             )
-        if call is Call.FORWARD:
-            self._tell(adapter, synchronizes=bool(detail[-1]))
+        if call is Call.FORWARD:  # Tells the others that an iteration has begun, and that gradients will synchronize.
+            about = adapter if detail[-1] and adapter not in self._told else None
+            if self._is_beginning or about is not None:
+                self._send(Call.BEGIN if self._is_beginning else Call.READY, about)
         elif call is Call.BACKWARD:
-            self._wait_for_ranks_that_synchronize(adapter)
+            self.active  # noqa: B018
+            while not self._told.get(adapter):
+                self._send(Call.READY, adapter)
+                self.active  # noqa: B018
+            del self._told[adapter]
         is_announced = self.shadows and has_collectives and bool(self.missing)
         self._steps += call is Call.STEP
         if not is_announced:
@@ -435,38 +402,11 @@ class Join(base.Join):
             described += self._hyperparameters.values()
         self._announced = self._poll(call, described=described)
 
-    def _tell(self, adapter: Adapter, *, synchronizes: bool) -> None:
-        """Tell the other ranks in a forward of a model that an iteration has begun, and that a backward will follow
-        that synchronizes gradients, unless they have been told."""
-        if not self._is_beginning and (not synchronizes or adapter in self._told):
-            return
-        call = Call.BEGIN if self._is_beginning else Call.READY
-        if call is Call.READY:
-            self.active  # noqa: B018
-        if synchronizes:
-            self._told[adapter] = False
-        self._send(call, adapter if synchronizes else None)
-
-    def _wait_for_ranks_that_synchronize(self, adapter: Adapter) -> None:
-        """Called before a backward that synchronizes gradients of ``adapter``'s model.
-
-        Raises:
-            TrainingLoopError: a rank that has inputs does not.
-        """
-        self.active  # noqa: B018
-        while not self._told.get(adapter):
-            self._told[adapter] = False
-            self._send(Call.READY, adapter)
-            self.active  # noqa: B018
-        del self._told[adapter]
-
     def _begin_without_loader(self, adapter: Adapter) -> None:
         if self._stops:
             raise ConfigurationError('on_exhausted="stop" needs `for batch in join.iterate(loader)` around the forward')
-        # A model goes before other joinables.
-        if self._driver is None and (
-            isinstance(adapter, DDPAdapter) or not any(isinstance(each, DDPAdapter) for each in self._adapters)
-        ):
+        drivers = [each for each in self._adapters if isinstance(each, DDPAdapter)] or self._adapters
+        if self._driver is None and adapter in drivers:
             self._driver = adapter
         if adapter is self._driver:
             self._begin(has_inputs=True)
@@ -493,10 +433,15 @@ class Join(base.Join):
         calls = [call is each for each in Call]
         described = described or [0.0] * (_OF_CALL + self._hyperparameters.count)
         numbers = [self._has_inputs, steps, steps**2, about is not None, *calls, *described]
-        return _Poll(self._channel, numbers, call=call, about=about)
+        return _Poll(self._channel, numbers, call, about)
 
     def _send(self, call: Call, about: Adapter | None = None) -> None:
-        """Poll; :attr:`active` takes the result. ``about`` is the model that is about to synchronize gradients."""
+        """Poll, after what is under way; :attr:`active` takes the result. ``about`` is the model that is about to
+        synchronize gradients."""
+        if call is not Call.BEGIN:
+            self.active  # noqa: B018
+        if about is not None:
+            self._told[about] = False
         self._is_beginning = False
         self._pending = self._poll(call, about)
 
@@ -505,15 +450,6 @@ class Join(base.Join):
         placed = [0.0] * self._size
         placed[self._rank] = number
         return [int(each) for each in _Poll(self._channel, placed).result(self.board.poll)]
-
-    def _extremes_and_last(self, values: Sequence[float]) -> list[list[float]]:
-        """The least and the greatest of each of the ranks' ``values``, and those of the rank that had inputs last."""
-        of_source = values if self._rank == self._source else [-math.inf] * len(values)
-        numbers = [*(-value for value in values), *values, *of_source]
-        found = _Poll(self._channel, numbers, op=dist.ReduceOp.MAX).result(self.board.poll)
-        count = len(values)
-        least, greatest, last = found[:count], found[count : 2 * count], found[2 * count :]
-        return [[-value for value in least], greatest, last]
 
     def _take(self, poll: _Poll) -> tuple[Call, Sequence[float]]:
         """Take over who has inputs; returns the call that ranks with inputs make, and its description."""
@@ -569,18 +505,12 @@ class _Poll:
     synchronize the gradients of a model."""
 
     def __init__(
-        self,
-        channel: GlooChannel,
-        numbers: Sequence[float],
-        *,
-        op: Any = dist.ReduceOp.SUM,
-        call: Call | None = None,
-        about: Adapter | None = None,
+        self, channel: GlooChannel, numbers: Sequence[float], call: Call | None = None, about: Adapter | None = None
     ) -> None:
         self.call, self.about = call, about
         self._numbers = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         with without_saved_context():
-            (self._work,) = channel.all_reduce(self._numbers, op)
+            (self._work,) = channel.all_reduce(self._numbers, dist.ReduceOp.SUM)
 
     def result(self, look: Callable[[], None]) -> list[float]:
         """What was reduced; calls ``look`` now and then while this rank waits for them."""
@@ -601,31 +531,6 @@ _kept: WeakKeyDictionary[dist.ProcessGroup, tuple[str, GlooChannel]] = WeakKeyDi
 def _disconnect(group: dist.ProcessGroup) -> None:
     if group in _kept:
         _kept.pop(group)[1].abort()
-
-
-_undone: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Of an iterator the batch that a Join had drawn from it when another rank had none."""
-
-
-def _with_undone(loader: Iterable[_Batch]) -> Iterator[_Batch]:
-    undone = [_undone.pop(loader)] if isinstance(loader, Iterator) and loader in _undone else []
-    return chain(undone, loader)
-
-
-def _put_back(loader: Iterable[_Batch], batch: _Batch) -> None:
-    """Keep ``batch`` for the next ``join.iterate(loader)``, if ``loader`` is an iterator, which goes on after it."""
-    if not isinstance(loader, Iterator):
-        return
-    try:
-        _undone[loader] = batch
-    except TypeError:
-        warnings.warn(
-            f'on_exhausted="stop": the last batch that was drawn from this {type(loader).__name__} is left out, since '
-            "another rank has run out; if the iterator is read on, have a generator draw from it, to which the batch "
-            "can be given back: batches = (batch for batch in iterator), and join.iterate(batches)",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 def _without(active: Sequence[bool]) -> list[int]:

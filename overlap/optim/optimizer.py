@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from overlap._checks import refuse_capture
@@ -24,7 +25,6 @@ from overlap._torch.optimizer import mark_stepped, patch_step, step_hooks, unwra
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.states import uncopied, warn_of_memory
-from overlap.join import Join, Joinable, JoinHook
 from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
 from overlap.optim.lifecycle import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase, refusals_told

@@ -3,7 +3,7 @@
 from ._rank import UNKNOWN_BACKEND
 from .parity import assert_equal_ranks, assert_parity
 from .ranks import RankDied, RankFailed, RankHung, WorldError, failures_of, on_ranks, run_ranks, start_server
-from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, train, wrap
+from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, registered, train, wrap
 
 __all__ = [
     "UNKNOWN_BACKEND",
@@ -19,6 +19,7 @@ __all__ = [
     "on_ranks",
     "overlapped_step",
     "plain_step",
+    "registered",
     "run_ranks",
     "start_server",
     "train",

@@ -13,6 +13,8 @@ import torch
 _MODULES = (
     "torch.distributed",
     "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",  # a second in each rank
+    "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch._dynamo",  # the first DDP constructor imports it: 2.4 s
     "torch._inductor",

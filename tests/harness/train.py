@@ -1,6 +1,7 @@
 """One training loop for the reference and the candidate, which records every step."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+
 from .models import BUCKET_CAP_MB, Batch, mean_squared_error
 
 Loss = Callable[[nn.Module, Batch], Tensor]
-Step = Callable[[nn.Module, Any, Batch, Loss], Tensor]
+StepOfLoop = Callable[[nn.Module, Any, Batch, Loss], Tensor]
+_SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,30 @@ class Record:
 def wrap(model: nn.Module, **ddp_options: Any) -> DistributedDataParallel:
     """DDP over a deep copy of `model`, with buckets of 1 KiB unless told otherwise."""
     return DistributedDataParallel(copy.deepcopy(model), **{"bucket_cap_mb": BUCKET_CAP_MB, **ddp_options})
+
+
+def registered(form: str, ddp: Any, make: Any = _SGD, *, parameters: Any = None, **options: Any) -> Any:
+    """Registers the stage of ``form`` with ``options`` and returns the optimizer for the loop.
+
+    Examples of ``form``: ``zero deferred``, ``automatic``, ``released``, ``zero in forward``, ``zero by parameter``,
+    ``zero behind a reducer``, ``zero alone``.
+    """
+    parameters = parameters or ddp.parameters()
+    options = {"deferred": "deferred" in form, "release_gradients": "released" in form, **options}
+    if form.startswith("zero"):
+        partition = "parameter" if "by parameter" in form else None
+        options_of_zero = {"partition": partition, "process_group": ddp.process_group, **make.keywords}
+        zero = ZeroRedundancyOptimizer(parameters, make.func, **options_of_zero)
+        if "alone" in form:
+            return zero
+        before = [AllReduce()] if "behind a reducer" in form else []
+        gather = "forward" if "in forward" in form else "backward"
+        chain(*before, ZeroStep(zero, gather=gather, automatic="automatic" in form, **options)).register(ddp)
+        return zero
+    plain = make(parameters)
+    optimizer = plain if "automatic" in form else OverlappedOptimizer(plain)
+    chain(AllReduce(), Step(optimizer, **options)).register(ddp)
+    return optimizer
 
 
 def plain_step(ddp: nn.Module, optimizer: Any, batch: Batch, loss_of: Loss) -> Tensor:
@@ -51,7 +79,7 @@ def train(
     optimizer: Any,
     batches: Iterable[Batch],
     *,
-    step_fn: Step = plain_step,
+    step_fn: StepOfLoop = plain_step,
     scheduler: Callable[[Any], Any] | None = None,
     gradients: bool = False,
     min_buckets: int = 2,

@@ -1,15 +1,17 @@
 """Loops that run out of batches at different times, in both ways in which iterations begin."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness import assert_parity
+from harness import assert_parity, registered
 from harness.models import Case, mean_squared_error
-from overlap import AllReduce, Join, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import Join
+from overlap.ranks.board import of_all_ranks
 
 BATCHES = (6, 3, 4, 0)
 # Where an iteration begins: with a forward, or with a batch of join.iterate.
@@ -21,16 +23,8 @@ Body = Callable[[Any, Any, Any, float], None]
 
 def make(ddp: Any, form: str, cls: Any = torch.optim.SGD, **defaults: Any) -> Any:
     """The optimizer of one of ``FORMS``, registered."""
-    if form == "zero":
-        options = {**defaults, "overlap_with_ddp": True, "process_group": ddp.process_group}
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
-        chain(ZeroStep(zero)).register(ddp)
-        return zero
-    optimizer = cls(ddp.parameters(), **defaults)
-    if form != "plain":
-        optimizer = OverlappedOptimizer(optimizer)
-        chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
-    return optimizer
+    maker = functools.partial(cls, **defaults)
+    return maker(ddp.parameters()) if form == "plain" else registered(form, ddp, maker)
 
 
 def plain_body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
@@ -92,6 +86,6 @@ def snapshot(ddp: Any, optimizer: Any) -> dict[str, Any]:
     return copied
 
 
-def assert_same_on_every_rank(results: list[Any], *, what: str) -> None:
-    for rank, other in enumerate(results[1:], start=1):
-        assert_parity(other, results[0], what=f"{what}: rank {rank} against rank 0")
+def assert_same_on_every_rank(result: Any, *, what: str) -> None:
+    """Called on every rank."""
+    assert_parity(result, of_all_ranks(result, torch.distributed.group.WORLD)[0], what=f"{what}: against rank 0")

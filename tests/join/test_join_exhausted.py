@@ -1,14 +1,13 @@
 """What ``on_exhausted`` does when the first rank runs out."""
 
 import re
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from join_loops import TOLD_BY, joined, make, overlapped_body, snapshot
+from join_loops import TOLD_BY, assert_same_on_every_rank, joined, make, overlapped_body, snapshot
 
-from harness import assert_parity, run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import ConfigurationError, Join, TrainingLoopError
 
@@ -32,8 +31,7 @@ def _train(batches: list[Any], told_by: str, ran: list[Any], **options: Any) -> 
     return snapshot(ddp, None)
 
 
-def _keeps_what_was_drawn(rank: int) -> None:
-    """Ranks have four batches and two; then one of them none."""
+def _counts_the_ranks_that_have_batches(rank: int) -> None:
     ddp = wrap(torch.nn.Linear(1, 1, bias=False))
 
     def trained(batches: Any, **options: Any) -> list[Any]:
@@ -46,17 +44,15 @@ def _keeps_what_was_drawn(rank: int) -> None:
                 drawn.append(number)
         return drawn
 
-    kept = (number for number in range(4 - 2 * rank))
-    assert trained(kept, on_exhausted="stop") == [0, 1]
+    batches = list(range(4 - 2 * rank))
+    assert trained(batches, on_exhausted="stop") == [0, 1]
+    assert trained(batches) == batches
     with pytest.warns(UserWarning, match=r"ranks \[1\] have no batches, so on_exhausted=\"stop\" ends"):
-        assert trained(kept, on_exhausted="stop") == []
-    assert trained(kept) == [2, 3][: 2 - 2 * rank]
-    warned = pytest.warns(UserWarning, match="drawn from this range_iterator is left out.*batches = ")
-    with warned if rank == 0 else nullcontext():
-        assert trained(iter(range(2 - rank)), on_exhausted="stop") == [0]
+        assert trained(batches[2:], on_exhausted="stop") == []
 
 
-def _exhausted(rank: int, world_size: int) -> Any:
+@on_ranks(2, timeout_s=120)
+def test_ranks_stop_or_raise_together_when_the_first_runs_out(rank: int, world_size: int) -> None:
     ran: list[Any] = []
     ended = _train(_batches(rank), "batches", ran, on_exhausted="stop")
     assert len(ran) == 3
@@ -75,14 +71,9 @@ def _exhausted(rank: int, world_size: int) -> Any:
         trained = []
         _train(_batches(rank)[:3], told_by, trained, throw_on_early_termination=True)
         assert len(trained) == 3
-    _keeps_what_was_drawn(rank)
+    _counts_the_ranks_that_have_batches(rank)
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     with Join([ddp], enable=False) as join:
         for batch in join.iterate(_batches(rank)[:2]):
             mean_squared_error(ddp, batch).backward()
-    return ended
-
-
-def test_ranks_stop_or_raise_together_when_the_first_runs_out() -> None:
-    first, second = run_ranks(_exhausted, 2, timeout_s=120)
-    assert_parity(second, first, what="rank 1")
+    assert_same_on_every_rank(ended, what="stopped")

@@ -14,7 +14,7 @@ from join_loops import (
     train_with_zero_loss,
 )
 
-from harness import UNKNOWN_BACKEND, assert_parity, on_ranks, run_ranks, wrap
+from harness import UNKNOWN_BACKEND, assert_parity, on_ranks, wrap
 from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case
 from overlap import declare
 
@@ -46,8 +46,8 @@ def _evaluating(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
 LOOPS: list[tuple[Any, Case]] = [(_two_forwards, MLP), (_evaluating, MLP), (_evaluating, BATCH_NORM)]
 
 
-def _loops(rank: int, world_size: int) -> list[Any]:
-    results = []
+@on_ranks(2, timeout_s=120)
+def test_any_loop_is_followed(rank: int, world_size: int) -> None:
     for body, case in LOOPS:
         ddp = wrap(case.model(), **case.ddp_options())
         reference = train_with_zero_loss(ddp, make(ddp, "plain", **ADAMW), case, rank, body=body)
@@ -56,12 +56,7 @@ def _loops(rank: int, world_size: int) -> list[Any]:
             ours = train_unevenly(ddp, make(ddp, form, **ADAMW), case, rank, FORMS[form], body=body)
             if case is MLP:
                 assert_parity(ours, reference, what=f"{body.__name__}, {form}")
-            results.append((case.name, form, ours))
-    return results
-
-
-def test_any_loop_is_followed() -> None:
-    assert_same_on_every_rank(run_ranks(_loops, 2, timeout_s=120), what="a loop")
+            assert_same_on_every_rank(ours, what=f"{case.name}, {form}")
 
 
 # The model, how it is updated, and how a Join learns of it.
@@ -73,37 +68,28 @@ SEVERAL: list[tuple[Case, str, str]] = [
 ]
 
 
-def _several_joins(rank: int, world_size: int) -> list[Any]:
+@on_ranks(4, timeout_s=120)
+def test_one_join_after_another_with_ranks_without_a_batch(rank: int, world_size: int) -> None:
     """The first rank without a batch; then a second Join with other numbers, a third with equal ones."""
-    results = []
     for case, form, told_by in SEVERAL:
         ddp, plain_ddp = (wrap(case.model(), **case.ddp_options()) for _ in range(2))
         optimizer, plain = make(ddp, form, **ADAMW), make(plain_ddp, "plain", **ADAMW)
         for counts in ((0, 3, 2, 4), (3, 2, 0, 3), (2, 2, 2, 2)):
             ours = train_unevenly(ddp, optimizer, case, rank, told_by, counts=counts)
             what = f"{case}, {form}, {counts}"
-            results.append((what, ours))
+            assert_same_on_every_rank(ours, what=what)
             if case is MLP:
                 reference = train_with_zero_loss(plain_ddp, plain, case, rank, body=plain_body, counts=counts)
                 reference = {key: reference[key] for key in ours}
                 assert_parity(ours, reference, what=what, rtol=2e-3, atol=2e-4, reason=SUMMATION)
-    return results
 
 
-def test_one_join_after_another_with_ranks_without_a_batch() -> None:
-    assert_same_on_every_rank(run_ranks(_several_joins, 4, timeout_s=120), what="one after another")
-
-
-def _uneven(rank: int, world_size: int) -> Any:
-    ended = []
+@on_ranks(4, backend=UNKNOWN_BACKEND)
+def test_join_on_a_backend_without_channels_of_our_own(rank: int, world_size: int) -> None:
     for told_by in TOLD_BY:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        ended.append(train_unevenly(ddp, make(ddp, "interleaved", **ADAMW), MLP, rank, told_by, counts=(3, 0, 2, 5)))
-    return ended
-
-
-def test_join_on_a_backend_without_channels_of_our_own() -> None:
-    assert_same_on_every_rank(run_ranks(_uneven, 4, backend=UNKNOWN_BACKEND), what="another backend")
+        ended = train_unevenly(ddp, make(ddp, "interleaved", **ADAMW), MLP, rank, told_by, counts=(3, 0, 2, 5))
+        assert_same_on_every_rank(ended, what=told_by)
 
 
 @declare("element")

@@ -19,7 +19,7 @@ from join_loops import (
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join as TorchJoin
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, on_ranks, wrap
 from harness.models import BATCH_NORM, MLP, Case
 from overlap import AllGather, AllReduce, Cast, OverlappedOptimizer, Step, chain
 
@@ -62,8 +62,8 @@ CHAINS: list[tuple[Callable[[], Any], Any, bool, bool, str]] = [
 ]
 
 
-def _chains(rank: int, world_size: int) -> list[Any]:
-    results = []
+@on_ranks(2, timeout_s=180)
+def test_chains_equal_plain_ddp(rank: int, world_size: int) -> None:
     for make_reducer, make, deferred, divides, told_by in CHAINS:
         options = {"divide_by_initial_world_size": divides}
         reducer = make_reducer()
@@ -75,12 +75,7 @@ def _chains(rank: int, world_size: int) -> list[Any]:
         how = {"body": overlapped_body, "scheduler": scheduler, **options}
         ours = train_unevenly(ddp, optimizer, MLP, rank, told_by, **how)
         _check(ours, reference, rank, f"{reducer}, {options}, {told_by}")
-        results.append({**ours, "scheduler": scheduler.last_epoch})
-    return results
-
-
-def test_chains_equal_plain_ddp() -> None:
-    assert_same_on_every_rank(run_ranks(_chains, 2, timeout_s=180), what="2 ranks")
+        assert_same_on_every_rank({**ours, "scheduler": scheduler.last_epoch}, what=f"{reducer}")
 
 
 def _pytorchs_sharded(parameters: Any) -> Any:
@@ -90,23 +85,14 @@ def _pytorchs_sharded(parameters: Any) -> Any:
     return make(parameters, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
-def _other_optimizer(rank: int, make: Any, case: Case, divides: bool, ways: tuple[str, ...]) -> list[Any]:
-    options: dict[str, Any] = {"divide_by_initial_world_size": divides}
-    reference = _reference(case, rank, ADAMW, **options)
-    results = []
-    for told_by in ways:
-        ddp = wrap(case.model(), **case.ddp_options())
-        optimizer = make(ddp.parameters())
-        ours = train_unevenly(ddp, optimizer, case, rank, told_by, scheduler=FALLING(optimizer), **options)
-        _check(ours, reference, rank, told_by)
-        results.append((told_by, ours))
-    return results
-
-
-def _other_optimizers(rank: int, world_size: int) -> list[Any]:
-    cases = ((MLP, True, TOLD_BY), (BATCH_NORM, False, TOLD_BY[1:]))
-    return [_other_optimizer(rank, make, *case) for make, case in itertools.product((ADAMW, _pytorchs_sharded), cases)]
-
-
-def test_other_optimizers_equal_plain_ddp() -> None:
-    assert_same_on_every_rank(run_ranks(_other_optimizers, 2, timeout_s=180), what="2 ranks")
+@on_ranks(2, timeout_s=180)
+def test_other_optimizers_equal_plain_ddp(rank: int, world_size: int) -> None:
+    for case, divides, ways in ((MLP, True, TOLD_BY), (BATCH_NORM, False, TOLD_BY[1:])):
+        options: dict[str, Any] = {"divide_by_initial_world_size": divides}
+        reference = _reference(case, rank, ADAMW, **options)
+        for make, told_by in itertools.product((ADAMW, _pytorchs_sharded), ways):
+            ddp = wrap(case.model(), **case.ddp_options())
+            optimizer = make(ddp.parameters())
+            ours = train_unevenly(ddp, optimizer, case, rank, told_by, scheduler=FALLING(optimizer), **options)
+            _check(ours, reference, rank, told_by)
+            assert_same_on_every_rank(ours, what=told_by)

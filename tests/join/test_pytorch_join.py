@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import TOLD_BY, joined, make, overlapped_body, snapshot
+from join_loops import TOLD_BY, assert_same_on_every_rank, joined, make, overlapped_body, snapshot
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from harness import assert_parity, on_ranks, run_ranks, wrap
+from harness import on_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
     ConfigurationError,
     Join,
-    Joinable,
-    JoinHook,
     LocalSGD,
     UnsupportedError,
     chain,
@@ -141,13 +140,13 @@ def _local_sgd(ddp: Any) -> Any:
     return LocalSGD(ddp, make(ddp, "plain", lr=0.1), period=2)
 
 
-def _in_pytorchs_join(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_ranks_are_equal_after_pytorchs_join_or_it_is_refused(rank: int, world_size: int) -> None:
     def train(ddp: Any, optim: Any, join: Any) -> None:
         with join:
             for batch in MLP.batches(rank, steps=2 + 3 * rank):
                 overlapped_body(ddp, optim, batch, 1.0)
 
-    ended = []
     for build in (partial(make, form="interleaved", **_ADAMW), partial(make, form="zero", lr=0.1), _local_sgd):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optim = build(ddp)
@@ -156,15 +155,15 @@ def _in_pytorchs_join(rank: int, world_size: int) -> list[Any]:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optim = build(ddp)
         train(ddp, optim, TorchJoin([ddp, optim]))
-        ended.append(snapshot(ddp, None))
+        assert_same_on_every_rank(snapshot(ddp, None), what="of joinables")
     for is_method in (True, False):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optim = make(ddp, "deferred", **_ADAMW)
         train(ddp, optim, ddp.join() if is_method else TorchJoin([ddp, optim]))
-        ended.append(snapshot(ddp, optim))
+        assert_same_on_every_rank(snapshot(ddp, optim), what="after PyTorch's Join")
         # Gradients that a joined rank left must not be added to.
         overlapped_body(ddp, optim, MLP.batch(9, rank), 1.0)
-        ended.append(snapshot(ddp, optim))
+        assert_same_on_every_rank(snapshot(ddp, optim), what="in the next step")
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     chain(AllReduce()).register(ddp)
     with (
@@ -172,9 +171,3 @@ def _in_pytorchs_join(rank: int, world_size: int) -> list[Any]:
         ddp.join(divide_by_initial_world_size=False),
     ):
         ddp(*MLP.batch(0, rank).inputs)
-    return ended
-
-
-def test_ranks_are_equal_after_pytorchs_join_or_it_is_refused() -> None:
-    first, second = run_ranks(_in_pytorchs_join, 2, group_timeout_s=20)
-    assert_parity(second, first, what="after PyTorch's Join")

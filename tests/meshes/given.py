@@ -1,5 +1,6 @@
 """A model with what FSDP treats in its own ways, sharded in every way, and loops that accumulate in every way."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,7 +53,9 @@ class Case(NamedTuple):
     adjust: str = ""  # Or "factor", "sums".
 
 
+@functools.cache
 def mesh_of(shape: tuple[int, ...] = (2, 2), names: tuple[str, ...] = ("replicate", "shard")) -> Any:
+    """One for all models of a rank: to connect the ranks of its groups takes longer than a step."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -119,13 +122,15 @@ def values(model: nn.Module) -> list[Tensor]:
     return [local(one) for one in trained] + [local(one.grad) for one in trained if one.grad is not None]
 
 
-def run(case: Case, reducer: Any = None, *, steps: int = 2) -> list[list[Tensor]]:
-    """The values after each step, of FSDP itself without a ``reducer``."""
-    model, group = sharded(case, native=reducer is None)
+def run(case: Case, reducer: Any = None, *, mesh: Any = None, frozen: str | None = None) -> list[list[Tensor]]:
+    """The values after each of two steps, of FSDP itself without a ``reducer``; a parameter is ``frozen`` later."""
+    model, group = sharded(case, native=reducer is None, mesh=mesh)
     if reducer is not None:
         overlap.register(model, reducer, group=group)
+    if frozen is not None:
+        model.get_parameter(frozen).requires_grad_(False)
     optimizer, found = optimizer_of(model), []
-    for step in range(steps):
+    for step in range(2):
         step_of(model, optimizer, step, case.accumulation)
         found.append(values(model))
     return found

@@ -122,5 +122,4 @@ def _loaded_by_others(rank: int, ranks: int, folder: str, expected: dict[str, An
 def test_what_is_undelivered_stays_the_same_at_other_numbers_of_replicas_and_shards(tmp_path: Path) -> None:
     expected = run_ranks(_saved_for_others, 4, str(tmp_path))[0]
     assert all(any(bool(one.any()) for one in found.values()) for found in expected.values())
-    for ranks in (3, 4):
-        run_ranks(_loaded_by_others, ranks, str(tmp_path), expected)
+    run_ranks(_loaded_by_others, 3, str(tmp_path), expected)

@@ -76,6 +76,18 @@ MUTANTS: dict[str, Mutant] = {
     "partial sums of a 1-D mesh are lost": Mutant(
         "hooks/meshes.py", "flat.add_(unit.partial)", "pass", "meshes/test_meshes_parity.py -k group"
     ),
+    "a name missing in FSDP's unit": Mutant(
+        "hooks/meshes.py",
+        "names={shard: unit.names[one] for unit in units for",
+        "names={shard: unit.names[one] for unit in units[1:] for",
+        "meshes/test_meshes_state.py -k every_bit",
+    ),
+    "the error of another shard is not heard": Mutant(
+        "hooks/meshes.py",
+        "elif (found := int(verdict)) >= 2:",
+        "elif (found := int(verdict)) < 0:",
+        "meshes/test_meshes_reducers.py -k 'one_on_all and hsdp'",
+    ),
     # Reducers and transforms.
     "a cast is not cast back": Mutant(
         "hooks/reducers.py",
@@ -105,6 +117,12 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/transforms/divide_by_count.py",
         "bucket.with_changes(divisor=1)",
         "bucket",
+        "hooks/transforms/test_divide_by_count.py -k one_process",
+    ),
+    "a count that is not reset": Mutant(
+        "hooks/transforms/divide_by_count.py",
+        "self._new = self._accumulated = None\n        self._is_launched",
+        "self._accumulated = None\n        self._is_launched",
         "hooks/transforms/test_divide_by_count.py -k one_process",
     ),
     "the count of gradients that the loop has cleared": Mutant(

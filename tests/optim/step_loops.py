@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness import wrap
+from harness import registered, wrap  # noqa: F401 - tests beside this file import the first from here
 from harness.models import MLP, Case
 from overlap import (
     AllReduce,
     OverlappedOptimizer,
     Registration,
     Step,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
     chain,
     declare,
 )
@@ -34,29 +32,6 @@ def overlapped_ddp(case: Case, make: Make, **step_options: Any) -> tuple[Any, Ov
     ddp = wrap(case.model(), **case.ddp_options())
     optimizer = OverlappedOptimizer(make(ddp.parameters()))
     return ddp, optimizer, chain(AllReduce(), Step(optimizer, **step_options)).register(ddp)
-
-
-def registered(form: str, ddp: Any, make: Any = SGD, *, parameters: Any = None, **options: Any) -> Any:
-    """Registers the stage of ``form`` with ``options`` and returns the optimizer for the loop.
-
-    Examples of ``form``: ``zero deferred``, ``automatic``, ``released``, ``zero in forward``, ``zero by parameter``,
-    ``zero behind a reducer``, ``zero alone``.
-    """
-    parameters = parameters or ddp.parameters()
-    options = {"deferred": "deferred" in form, "release_gradients": "released" in form, **options}
-    if form.startswith("zero"):
-        partition = "parameter" if "by parameter" in form else None
-        zero = ZeroRedundancyOptimizer(parameters, make.func, partition=partition, **make.keywords)
-        if "alone" in form:
-            return zero
-        before = [AllReduce()] if "behind a reducer" in form else []
-        gather = "forward" if "in forward" in form else "backward"
-        chain(*before, ZeroStep(zero, gather=gather, automatic="automatic" in form, **options)).register(ddp)
-        return zero
-    plain = make(parameters)
-    optimizer = plain if "automatic" in form else OverlappedOptimizer(plain)
-    chain(AllReduce(), Step(optimizer, **options)).register(ddp)
-    return optimizer
 
 
 def settle(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from overlap._checks import check_flag, check_group, described, is_one_of, told
@@ -43,7 +43,6 @@ from overlap.hooks.engine.wavefront import run_now
 from overlap.hooks.stage import follow
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.hooks.wires import Wire
-from overlap.join import Joinable
 from overlap.join.context import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
 from overlap.optim.gradients import and_others
