@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -251,7 +252,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             return None
         own = in_elements(bucket)
         parameters, gradients = self.gradients(own, layout, None)
-        gather = () if self._gathers_in_forward else self.gathering(shards)
+        gather = () if self._gathers_in_forward else self.gathering(shards, bucket.group)
 
         def update() -> Operation | None:
             self._note_arrived(bucket, layout)
@@ -307,7 +308,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
     async def gather_parameters(self, bucket: Bucket, layout: ShardedLayout) -> None:
         if layout.shards is not None and self._note_updated(layout):
-            await follow(self.gathering(layout.shards))
+            await follow(self.gathering(layout.shards, bucket.group))
 
     def _note_updated(self, layout: ShardedLayout) -> bool:
         """The update was made, or left out; returns whether parameters are to be gathered now."""
@@ -383,12 +384,11 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def end_step(self) -> None:
         self.optimizer.finish()
 
-    def gathering(self, shards: BucketShards) -> Plan:
+    def gathering(self, shards: BucketShards, group: dist.ProcessGroup) -> Plan:
         """The functions that bring the new parameters of ``shards`` to all ranks, none or two."""
-        assert self.context is not None, "gathers run while the stage is attached"
         if self.gather_wire is not None:
-            return exchange.gathering_through(self.gather_wire, shards, self.context.group)
-        return exchange.gathering(shards, self.context.group)
+            return exchange.gathering_through(self.gather_wire, shards, group)
+        return exchange.gathering(shards, group)
 
     # Gathers that do not run bucket by bucket in backward.
 
@@ -398,7 +398,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         if self._gathers_in_forward:
             gathers = [replace(gather, shards=part) for gather in gathers for part, _ in gather.shards.parts]
         prefetch = self._prefetch if self._gathers_in_forward else ParameterPrefetch()
-        prefetch.begin(self.context, gathers, self.gathering)
+        # They may still run while the stage is detached.
+        prefetch.begin(self.context, gathers, partial(self.gathering, group=self.context.group))
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
         if not self._gathers_in_forward or (self.optimizer.is_joining and not self.lifecycle.is_replay):
