@@ -18,7 +18,8 @@ from overlap.optim import local_sgd
 
 # PyTorch's class, ours, and what is public in PyTorch's and deliberately absent in ours.
 PAIRS: dict[str, tuple[type, type, set[str]]] = {
-    "Join": (torch_join.Join, overlap.Join, set()),
+    # The inherited function notifies either.
+    "Join": (torch_join.Join, overlap.Join, {"notify_join_context"}),
     "ModelAverager": (torch_averagers.ModelAverager, local_sgd.ModelAverager, set()),
     "PeriodicModelAverager": (torch_averagers.PeriodicModelAverager, local_sgd.PeriodicModelAverager, set()),
     "HierarchicalModelAverager": (
