@@ -36,7 +36,7 @@ def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> 
     plain = uncompiled(model)
     if isinstance(plain, DistributedDataParallel):
         return plain
-    raise error(f"{described(model)} is not a DistributedDataParallel model; {_instead_of(plain)}")
+    raise error(f"{type_name(model)} is not a DistributedDataParallel model; {_instead_of(plain)}")
 
 
 def _instead_of(model: object) -> str:
@@ -85,7 +85,7 @@ def check_group(name: str, group: object, *, may_be_outside: bool = False) -> di
     is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not is_outside and not isinstance(group, dist.ProcessGroup):
         raise ConfigurationError(
-            f"{name} is a process group such as torch.distributed.new_group returns, or None, got {described(group)}"
+            f"{name} is a process group such as torch.distributed.new_group returns, or None, got {type_name(group)}"
         )
     if not may_be_outside and (is_outside or dist.get_rank(group) < 0):  # type: ignore[arg-type]
         raise ConfigurationError(
@@ -101,7 +101,9 @@ def check_whole_number(name: str, value: object, *, least: int) -> int:
         ConfigurationError: it is not; the message calls it ``name``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ConfigurationError(f"{name} must be a whole number of at least {told(least)}, got {told(value)}")
+        raise ConfigurationError(
+            f"{name} must be a whole number of at least {short_repr(least)}, got {short_repr(value)}"
+        )
     return int(value)
 
 
@@ -118,9 +120,9 @@ def check_number(name: str, value: object, *, above: float | None = None) -> flo
     """
     number = as_number(value)
     if number is None or not math.isfinite(number):
-        raise ConfigurationError(f"{name} must be a finite number, got {told(value)}")
+        raise ConfigurationError(f"{name} must be a finite number, got {short_repr(value)}")
     if above is not None and not number > above:
-        raise ConfigurationError(f"{name} must be greater than {above:g}, got {told(value)}")
+        raise ConfigurationError(f"{name} must be greater than {above:g}, got {short_repr(value)}")
     return number
 
 
@@ -131,7 +133,7 @@ def check_flag(name: str, value: object) -> bool:
         ConfigurationError: it is something else, whose truth is not asked for; the message calls it ``name``.
     """
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{name} is True or False, got {told(value)}")
+        raise ConfigurationError(f"{name} is True or False, got {short_repr(value)}")
     return value
 
 
@@ -155,13 +157,13 @@ def refuse_capture(what: str, instead: str, device: torch.device | None = None) 
         )
 
 
-def told(value: object) -> str:
+def short_repr(value: object) -> str:
     """``value`` in a message, as it would be typed; its class where that is long."""
     typed = repr(value)
-    return typed if len(typed) <= _LONGEST_TOLD else f"an object of {described(value)}"
+    return typed if len(typed) <= _LONGEST_TOLD else f"an object of {type_name(value)}"
 
 
-def described(value: object) -> str:
+def type_name(value: object) -> str:
     """The class of ``value`` in a message, and whose it is where both PyTorch and this library have one of the name."""
     cls = value if isinstance(value, type) else type(value)
     name = f"PyTorch's {cls.__name__}" if cls.__module__.startswith("torch.distributed.") else cls.__name__

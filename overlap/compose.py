@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, described
+from overlap._checks import as_list, type_name
 from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
 from overlap.hooks.adapters import as_stage, check_hook, hook_name
@@ -71,7 +71,7 @@ def hook_then_optimizer(hook: Stage | Callable[..., Any], state: OptimizerHookSt
     """
     if not isinstance(state, OptimizerHookState):
         raise ConfigurationError(
-            f"hook_then_optimizer takes an OptimizerHookState, got {described(state)}: "
+            f"hook_then_optimizer takes an OptimizerHookState, got {type_name(state)}: "
             "hook_then_optimizer(hook, OptimizerHookState(optimizer))"
         )
     check_hook(hook)

@@ -98,7 +98,7 @@ class LargestElements:
         """A new pass begins."""
         self._largest.clear()
 
-    def look(self, gradients: Sequence[Tensor]) -> None:
+    def update(self, gradients: Sequence[Tensor]) -> None:
         """Take note of ``gradients``."""
         present = [gradient for gradient in gradients if gradient.numel()]
         if present:

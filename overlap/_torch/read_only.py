@@ -39,7 +39,7 @@ _ZERO = ("zero_", "_foreach_zero_")
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
-class Attempt(Enum):
+class DeniedAccess(Enum):
     """An access to a gradient that is read-only, or that may not even be read."""
 
     WRITE = "write"
@@ -48,7 +48,7 @@ class Attempt(Enum):
     UNSCALE = "unscale"  # torch.amp.GradScaler divides it by the scale, or looks whether it is finite.
 
 
-class Terms:
+class GradAccessPolicy:
     """The uses that a loop may make of a set of gradients, and the error for everything else; here of those that
     have outlived their own terms."""
 
@@ -60,7 +60,7 @@ class Terms:
     def check_optimizer(self, gradient: AppliedGradient, optimizer: Optimizer) -> None:
         """``step()`` of ``optimizer``, which has the parameter, uses ``gradient``."""
 
-    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+    def refuse(self, gradient: AppliedGradient, attempt: DeniedAccess) -> NoReturn:
         """Raise the error for ``attempt`` on ``gradient``."""
         raise TrainingLoopError(
             "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor "
@@ -69,18 +69,18 @@ class Terms:
 
     def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
         """The parameter has got another dtype, device or memory format, and ``moved`` is ``gradient`` there."""
-        self.refuse(gradient, Attempt.WRITE)
+        self.refuse(gradient, DeniedAccess.WRITE)
 
     def zero(self, gradient: AppliedGradient) -> None:
         """``zero_()`` was called on ``gradient``, as ``zero_grad(set_to_none=False)`` does."""
-        self.refuse(gradient, Attempt.WRITE)
+        self.refuse(gradient, DeniedAccess.WRITE)
 
 
-_OUTLIVED = Terms()
+_OUTLIVED = GradAccessPolicy()
 
 
 class AppliedGradient(Tensor):
-    """A gradient under :class:`Terms`. See [Note: applied gradients are read-only].
+    """A gradient under :class:`GradAccessPolicy`. See [Note: applied gradients are read-only].
 
     Args:
         inner: the gradient itself; ``None`` where there is none to read, such as a released one.
@@ -93,7 +93,7 @@ class AppliedGradient(Tensor):
     plain: Tensor | None
     is_readable: bool
     parameter: weakref.ref[Tensor]
-    _terms: weakref.ref[Terms]
+    _terms: weakref.ref[GradAccessPolicy]
 
     @staticmethod
     def __new__(
@@ -101,14 +101,14 @@ class AppliedGradient(Tensor):
         inner: Tensor | None,
         like: Tensor,
         parameter: weakref.ref[Tensor],
-        terms: Terms,
+        terms: GradAccessPolicy,
         *,
         is_readable: bool = True,
     ) -> Any:
         return around([inner], [like], [parameter], terms, is_readable=is_readable)[0]
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> GradAccessPolicy:
         return self._terms() or _OUTLIVED
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -129,12 +129,12 @@ class AppliedGradient(Tensor):
             return _zero(args[0])
         if name == _UNSCALE and written:
             if not all(each.terms.allows_unscaling and each.plain is not None for each in written):
-                written[0].terms.refuse(written[0], Attempt.UNSCALE)
+                written[0].terms.refuse(written[0], DeniedAccess.UNSCALE)
             return func(*_unwrapped(args), **_unwrapped(kwargs))
         if written:
-            written[0].terms.refuse(written[0], Attempt.ACCUMULATE if in_backward() else Attempt.WRITE)
+            written[0].terms.refuse(written[0], DeniedAccess.ACCUMULATE if in_backward() else DeniedAccess.WRITE)
         if func.namespace == "c10d":
-            given[0].terms.refuse(given[0], Attempt.WRITE)
+            given[0].terms.refuse(given[0], DeniedAccess.WRITE)
         is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
         hidden = next((each for each in given if not each.is_readable or each.plain is None), None)
         if hidden is not None:
@@ -145,7 +145,7 @@ class AppliedGradient(Tensor):
                 moved = func(plain, *args[1:], **kwargs)
                 inner = None if hidden.plain is None else moved
                 return AppliedGradient(inner, moved, hidden.parameter, hidden.terms, is_readable=hidden.is_readable)
-            hidden.terms.refuse(hidden, Attempt.READ)
+            hidden.terms.refuse(hidden, DeniedAccess.READ)
         result = func(*_unwrapped(args), **_unwrapped(kwargs))
         if not is_view:
             return result
@@ -155,7 +155,7 @@ class AppliedGradient(Tensor):
     def read(self) -> Tensor:
         """The tensor inside, to be read. Raises: as the terms say."""
         if self.plain is None or not self.is_readable:
-            self.terms.refuse(self, Attempt.READ)
+            self.terms.refuse(self, DeniedAccess.READ)
         return self.plain
 
     # These reach the memory without an operator.
@@ -169,7 +169,7 @@ class AppliedGradient(Tensor):
         return self.read().tolist()
 
     def _refuse_memory(self, *_: Any) -> NoReturn:
-        self.terms.refuse(self, Attempt.WRITE)
+        self.terms.refuse(self, DeniedAccess.WRITE)
 
     data_ptr = untyped_storage = storage = share_memory_ = set_ = __dlpack__ = _refuse_memory  # type: ignore[assignment]
 
@@ -182,12 +182,12 @@ class AppliedGradient(Tensor):
     def data(self, given: Tensor) -> None:
         parameter = self.parameter()
         if parameter is None or parameter.grad is not self:
-            self.terms.refuse(self, Attempt.WRITE)
+            self.terms.refuse(self, DeniedAccess.WRITE)
         if given is self:
             return
         of_self, of_given, now = ((t.dtype, t.device, t.stride()) for t in (self, given, parameter))
         if of_self == now or of_given != now:
-            self.terms.refuse(self, Attempt.WRITE)
+            self.terms.refuse(self, DeniedAccess.WRITE)
         self.terms.follow(self, given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -206,7 +206,7 @@ def around(
     inners: Iterable[Tensor | None],
     likes: Iterable[Tensor],
     parameters: Iterable[weakref.ref[Tensor]],
-    terms: Terms,
+    terms: GradAccessPolicy,
     *,
     is_readable: bool,
 ) -> list[AppliedGradient]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from overlap._checks import described, told
+from overlap._checks import short_repr, type_name
 from overlap._torch import classes
 from overlap._torch.autograd import in_end_of_backward
 from overlap._torch.c10d import GradBucket, is_future
@@ -54,7 +54,9 @@ def as_stage(hook: Callable[..., Any] | Stage, state: Any = None) -> Stage:
         return hook.stage(state)
     if isinstance(hook, Stage) or _takes_a_bucket(hook):
         if state is not None:
-            raise ConfigurationError(f"a stage keeps its own state, but {told(state)} was given for {shown(hook)}")
+            raise ConfigurationError(
+                f"a stage keeps its own state, but {short_repr(state)} was given for {shown(hook)}"
+            )
         if isinstance(hook, Stage) and (type(hook).__call__, type(hook).plan) == (Stage.__call__, Stage.plan):
             raise ConfigurationError(f"{shown(hook)} does nothing: give its class an async __call__(self, bucket)")
         return hook if isinstance(hook, Stage) else _FunctionStage(hook)
@@ -110,9 +112,9 @@ def shown(thing: object) -> str:
     """``thing`` in a message: as it is typed where that is short, by its name if it is a function, or its class."""
     if inspect.isroutine(thing):
         return hook_name(thing)
-    typed = told(thing)
+    typed = short_repr(thing)
     is_typed = len(typed) <= 40 and "\n" not in typed and " at 0x" not in typed and not isinstance(thing, type)
-    return typed if is_typed else described(thing)
+    return typed if is_typed else type_name(thing)
 
 
 def _takes_a_bucket(thing: Any) -> bool:

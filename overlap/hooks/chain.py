@@ -45,7 +45,7 @@ class Chain(Stage):
                 # Reached where a chain is part of another stage; a chain's own stages are run one by one.
                 error.add_note(f"raised in stage {stage!r}")
                 raise
-            bucket = stage.passed(bucket)
+            bucket = stage.output_bucket(bucket)
 
     def register(self, model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Registration:
         """Run this chain on the gradients of ``model``; see :func:`overlap.register`."""

@@ -80,7 +80,7 @@ class Collective(Operation):
 
     def launch(self, channels: Channels) -> None:
         if (channel := self._channel) is None or not channel.lasts:
-            self._channel = channel = channels.of(self._group)
+            self._channel = channel = channels.for_group(self._group)
         self._works = self._start(channel)
 
     def finish(self, wait: Callable[[dist.Work], None]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import check_flag, check_group, check_whole_number, described, told
+from overlap._checks import check_flag, check_group, check_whole_number, short_repr, type_name
 from overlap._torch import classes
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
@@ -152,7 +152,7 @@ class PostLocal(Stage):
             await self.inner(bucket)
         self._state.maybe_increase_iter(bucket)
 
-    def passed(self, bucket: Bucket) -> Bucket:
+    def output_bucket(self, bucket: Bucket) -> Bucket:
         return replace(bucket, is_mean=self._group is not None or not self._is_local)
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,16 +166,16 @@ class PostLocal(Stage):
 
     @property
     def signature(self) -> str:
-        return f"PostLocal({self.inner.signature}, from step {told(self._state.start_localSGD_iter)})"
+        return f"PostLocal({self.inner.signature}, from step {short_repr(self._state.start_localSGD_iter)})"
 
     def __repr__(self) -> str:
-        return f"PostLocal({self.inner!r}, from step {told(self._state.start_localSGD_iter)})"
+        return f"PostLocal({self.inner!r}, from step {short_repr(self._state.start_localSGD_iter)})"
 
 
 def _checked(state: Any) -> PostLocalSGDState:
     if not isinstance(state, PostLocalSGDState):
         raise ConfigurationError(
-            f"the state of post_localSGD_hook must be a PostLocalSGDState of overlap.hooks, got {described(state)}; "
+            f"the state of post_localSGD_hook must be a PostLocalSGDState of overlap.hooks, got {type_name(state)}; "
             "make one, as in PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)"
         )
     return state
@@ -202,10 +202,10 @@ def check_subgroup(subgroup: object, group: dist.ProcessGroup | None = None) -> 
         ConfigurationError: it is not a process group, or ranks do not fit.
     """
     if subgroup is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(subgroup, dist.ProcessGroup):
-        raise ConfigurationError(f'subgroup must be a process group, "machine" or None, got {told(subgroup)}')
+        raise ConfigurationError(f'subgroup must be a process group, "machine" or None, got {short_repr(subgroup)}')
     if not isinstance(subgroup, dist.ProcessGroup) or dist.get_rank(subgroup) < 0:
         raise ConfigurationError(
-            f"rank {dist.get_rank()} is not in the subgroup that it was given ({told(subgroup)}); give each rank "
+            f"rank {dist.get_rank()} is not in the subgroup that it was given ({short_repr(subgroup)}); give each rank "
             "the one that it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
         )
     if group is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from overlap._checks import check_flag, check_whole_number, told
+from overlap._checks import check_flag, check_whole_number, short_repr
 from overlap._torch.foreach import all_finite
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
@@ -51,7 +51,7 @@ class Quantize(StageWithMemory):
         if wire is not None and not isinstance(wire, Wire):
             is_class = isinstance(wire, type) and issubclass(wire, Wire)
             remedy = f"give {wire.__name__}()" if is_class else "give one such as Int8(), Int4() or TopK(0.01)"
-            raise ConfigurationError(f"the wire is {told(wire)}: {remedy}")
+            raise ConfigurationError(f"the wire is {short_repr(wire)}: {remedy}")
         self.wire = Int8() if wire is None else wire
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self._memory = StageMemory(self, error_feedback=error_feedback, wire=self.wire)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from overlap._checks import told
+from overlap._checks import short_repr
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.bucket import Bucket, on_group
@@ -171,5 +171,5 @@ def _checked(dtype: object) -> torch.dtype:
         return dtype
     remedy = f"; Quantize({dtype!r}) sends a wire" if isinstance(dtype, Wire) else ""
     raise ConfigurationError(
-        f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {told(dtype)}{remedy}"
+        f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {short_repr(dtype)}{remedy}"
     )

@@ -159,7 +159,7 @@ class Stage:
 
     # Called by the engine. The defaults fit most stages.
 
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+    def check_position(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         """Called before :meth:`attach`, with the stages around this one; raise to refuse the order."""
 
     def attach(self, context: StageContext) -> None:
@@ -190,7 +190,7 @@ class Stage:
         a stage raised. ``backward()`` then raises that error, with the returned text as a note."""
         return None
 
-    def passed(self, bucket: Bucket) -> Bucket:
+    def output_bucket(self, bucket: Bucket) -> Bucket:
         """``bucket`` as the next stage of the chain sees it."""
         return bucket.with_mean() if self.role is Role.REDUCER else bucket
 
@@ -365,7 +365,7 @@ def check_order(sequence: Sequence[Stage]) -> None:
         before, after = sequence[:position], sequence[position + 1 :]
         if stage.role is Role.TRANSFORM:
             _check_transform(stage, before, after)
-        stage.placed(before, after)
+        stage.check_position(before, after)
 
 
 def _check_transform(stage: Stage, before: Sequence[Stage], after: Sequence[Stage]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import check_ddp, described
+from overlap._checks import check_ddp, type_name
 from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Registration, Stage, chain
 from overlap.hooks.stage import walk
@@ -66,7 +66,7 @@ class Recipe:
             if given is not None and (isinstance(given, type) or not callable(given)):
                 raise ConfigurationError(
                     f"{name} is a function that is called when the model is in DDP, such as {_EXAMPLES[name]}, "
-                    f"got {described(given)}"
+                    f"got {type_name(given)}"
                 )
 
 
@@ -108,7 +108,7 @@ class Attachment:
                 raise ConfigurationError(f"local_sgd takes one optimizer, and there are {len(self.given)}")
             local = recipe.local_sgd(self.ddp, self.given[0])
             if not isinstance(local, LocalSGD):
-                raise ConfigurationError(f"local_sgd returned {described(local)}, and not a LocalSGD")
+                raise ConfigurationError(f"local_sgd returned {type_name(local)}, and not a LocalSGD")
             self.optimizers, self.registration = [local], local.registration
         elif recipe.chain is not None:
             self.registration = self._chain(recipe.chain, late, instead).register(self.ddp)
@@ -129,7 +129,7 @@ class Attachment:
             if not isinstance(made, Stage):
                 raise ConfigurationError(
                     f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
-                    f"returned {described(made)}"
+                    f"returned {type_name(made)}"
                 )
         self.updates = [stage for stage in walk(made) if isinstance(stage, Update)]
         if self.updates:

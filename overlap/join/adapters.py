@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from overlap._checks import check_ddp, described
+from overlap._checks import check_ddp, type_name
 from overlap._torch.autograd import after_all_of_backward
 from overlap._torch.c10d import bucket_gradients, issued
 from overlap._torch.ddp import hook_name
 from overlap._torch.join import on_notify
 from overlap._torch.optimizer import all_of, is_scheduled, runs_step_hooks, watch_steps
-from overlap._torch.read_only import AppliedGradient, Attempt, Terms
+from overlap._torch.read_only import AppliedGradient, DeniedAccess, GradAccessPolicy
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.ranks.board import Board
 
@@ -73,7 +73,7 @@ class Port(Protocol):
 def adapter_of(joinable: Any, join: Port, kwargs: dict[str, Any]) -> Adapter:
     """For ``joinable`` under ``join``, whose ``kwargs`` are given to its hook."""
     if isinstance(joinable, type):
-        raise ConfigurationError(f"{described(joinable)} is not a joinable, which is an object: make it first")
+        raise ConfigurationError(f"{type_name(joinable)} is not a joinable, which is an object: make it first")
     if isinstance(joinable, DistributedDataParallel):
         return DDPAdapter(joinable, join, joinable.join_hook(**kwargs))
     if isinstance(joinable, base.Joinable):
@@ -93,7 +93,7 @@ def adapter_of(joinable: Any, join: Port, kwargs: dict[str, Any]) -> Adapter:
     if isinstance(joinable, nn.Module):
         check_ddp(joinable)
     raise ConfigurationError(
-        f"{described(joinable)} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
+        f"{type_name(joinable)} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
         "DistributedDataParallel and subclasses of torch.distributed.algorithms.join.Joinable"
     )
 
@@ -393,7 +393,7 @@ def _result(future: torch.futures.Future[Any], poll: Callable[[], None]) -> Any:
 Adapter = StepAdapter | DDPAdapter
 
 
-class ReplayedGradients(Terms):
+class ReplayedGradients(GradAccessPolicy):
     """Gradients of a backward that ranks without inputs replay: read-only until ``step()``, since those ranks step with
     the mean that backward left. See [Note: applied gradients are read-only]."""
 
@@ -426,9 +426,9 @@ class ReplayedGradients(Terms):
             if parameter.grad is handed:
                 parameter.grad = handed.plain
             elif parameters is not None:
-                self.refuse(handed, Attempt.WRITE)
+                self.refuse(handed, DeniedAccess.WRITE)
 
-    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+    def refuse(self, gradient: AppliedGradient, attempt: DeniedAccess) -> NoReturn:
         raise TrainingLoopError(
             "gradients cannot be changed between backward and step() (by clipping or GradScaler, say) while ranks "
             f"{self._join.missing} have run out of inputs and step with the mean that backward left: clip with "

@@ -47,7 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from overlap._checks import as_list, check_flag, described, is_one_of, refuse_capture, told
+from overlap._checks import as_list, check_flag, is_one_of, refuse_capture, short_repr, type_name
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GlooChannel, has_lost_connection
 from overlap._torch.ddp import data_parallel_parameters, uncompiled
@@ -129,7 +129,7 @@ class Join(base.Join):
         self._throws = check_flag("throw_on_early_termination", throw_on_early_termination)
         if not is_one_of(on_exhausted, *get_args(OnExhausted)):
             raise ConfigurationError(
-                f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {told(on_exhausted)}"
+                f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {short_repr(on_exhausted)}"
             )
         self._stops = on_exhausted == "stop"
         divides_by_size = kwargs.get("divide_by_initial_world_size", True)
@@ -541,7 +541,7 @@ def _without(active: Sequence[bool]) -> list[int]:
 def _checked(given: Any) -> list[Any]:
     """``given`` as a list, with the model of a compiled one, and the optimizer inside of a framework's wrapper."""
     if isinstance(given, (nn.Module, Optimizer, LRScheduler, base.Joinable)) or (held := as_list(given)) is None:
-        raise ConfigurationError(f"joinables is a list, as in Join([ddp, optimizer]), got {described(given)}")
+        raise ConfigurationError(f"joinables is a list, as in Join([ddp, optimizer]), got {type_name(given)}")
     if not held:
         raise ConfigurationError(
             "The join context manager requires at least one joinable, such as a DistributedDataParallel model"
@@ -549,7 +549,7 @@ def _checked(given: Any) -> list[Any]:
     joinables = [unwrapped(uncompiled(joinable)) for joinable in held]
     for place, joinable in enumerate(joinables):
         if any(joinable is other for other in joinables[:place]):
-            raise ConfigurationError(f"this {described(joinable)} is given twice: joinables names each once")
+            raise ConfigurationError(f"this {type_name(joinable)} is given twice: joinables names each once")
     return joinables
 
 
@@ -601,7 +601,7 @@ def _described(joinable: Any) -> str:
     schedule = schedule_of(joinable)
     holder = joinable if schedule is None else schedule.optimizer
     parameters = holder.parameters() if isinstance(holder, nn.Module) else _parameters_of(holder)
-    return f"{described(joinable)} of {sum(one.numel() for one in parameters)} elements"
+    return f"{type_name(joinable)} of {sum(one.numel() for one in parameters)} elements"
 
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:

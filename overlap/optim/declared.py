@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Adafactor, Optimizer
 
-from overlap._checks import described, is_one_of, told
+from overlap._checks import is_one_of, short_repr, type_name
 from overlap._torch.optimizer import own_step, step_hooks
 from overlap.errors import ConfigurationError, UnsupportedError
 
@@ -123,7 +123,7 @@ def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
         return lambda decorated: declare(decorated, only)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         instead = f"declare(type(optimizer), {unit!r})" if isinstance(cls, Optimizer) else 'declare(Lion, "element")'
-        raise ConfigurationError(f"declare takes a class of optimizers, got {described(cls)}; use {instead}")
+        raise ConfigurationError(f"declare takes a class of optimizers, got {type_name(cls)}; use {instead}")
     if _is_on_default_stream(cls):
         raise ConfigurationError(f"{cls.__name__} is not to be declared: {_ON_DEFAULT_STREAM}")
     _declared[cls] = _checked(unit, cls.__name__)
@@ -143,8 +143,9 @@ def _is_on_default_stream(cls: type) -> bool:
 def _checked(unit: object, name: str = "Lion") -> Unit:
     if not is_one_of(unit, "element", "parameter"):
         raise ConfigurationError(
-            f'unit is "element" or "parameter", got {told(unit)}; use declare({name}, "parameter") where the update '
-            'of a parameter depends on that parameter alone, declare(..., "element") where that of an element does'
+            f'unit is "element" or "parameter", got {short_repr(unit)}; use declare({name}, "parameter") where the '
+            'update of a parameter depends on that parameter alone, declare(..., "element") where that of an element '
+            "does"
         )
     return unit  # type: ignore[return-value]
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from overlap._torch.autograd import versions
-from overlap._torch.read_only import AppliedGradient, Terms, around
+from overlap._torch.read_only import AppliedGradient, GradAccessPolicy, around
 
 _grad_of = operator.attrgetter("grad")
 _is_view = operator.methodcaller("_is_view")
@@ -66,7 +66,7 @@ class PassGradients:
         terms: of the gradients that are handed over.
     """
 
-    def __init__(self, owns: Callable[[Tensor], bool], terms: Terms) -> None:
+    def __init__(self, owns: Callable[[Tensor], bool], terms: GradAccessPolicy) -> None:
         self.owns = owns
         self._terms = terms
         self.reduced: dict[int, Tensor] = {}

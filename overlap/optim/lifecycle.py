@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from overlap._torch.autograd import backward_id, before_accumulation, is_inside_of_another
 from overlap._torch.optimizer import is_around
-from overlap._torch.read_only import AppliedGradient, Attempt, Terms
+from overlap._torch.read_only import AppliedGradient, DeniedAccess, GradAccessPolicy
 from overlap.errors import TrainingLoopError, hide_internal_frames
 from overlap.hooks.stage import StageContext
 from overlap.optim.gradients import PassGradients, StepInputs, and_others
@@ -266,7 +266,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class refusals_told:  # noqa: N801 (used as a function)
+class report_refusals:  # noqa: N801 (used as a function)
     """Report a refusal inside the block to the other ranks, which would wait for this one."""
 
     lifecycles: Iterable[UpdateLifecycle]
@@ -281,7 +281,7 @@ class refusals_told:  # noqa: N801 (used as a function)
             hide_internal_frames(error)
 
 
-class UpdateLifecycle(Terms):
+class UpdateLifecycle(GradAccessPolicy):
     """The phase of one model's update, and which of its gradients are the library's. See [Note: the update lifecycle].
 
     Args:
@@ -409,7 +409,7 @@ class UpdateLifecycle(Terms):
     def _refuse_trailing(self, parameter: Tensor, gradients: Any) -> None:
         if self._is_trailing:
             self.phase = Phase.FAILED
-            raise self._error_for(parameter, Attempt.ACCUMULATE)
+            raise self._error_for(parameter, DeniedAccess.ACCUMULATE)
 
     @property
     def _is_trailing(self) -> bool:
@@ -530,16 +530,16 @@ class UpdateLifecycle(Terms):
         """Raises: TrainingLoopError: between an update in backward and ``step()`` the loop has put something else into
         ``.grad``, or ``None``; once."""
         if self.phase is Phase.APPLIED and (replaced := self.gradients.take_replaced()):
-            raise self._error_for(replaced[0], Attempt.WRITE, others=and_others(replaced))
+            raise self._error_for(replaced[0], DeniedAccess.WRITE, others=and_others(replaced))
 
-    def _error_for(self, parameter: Tensor | None, attempt: Attempt, others: str = "") -> TrainingLoopError:
+    def _error_for(self, parameter: Tensor | None, attempt: DeniedAccess, others: str = "") -> TrainingLoopError:
         """The error for an attempt to use a gradient that was handed over."""
         form, gradients, has_step = self.form, self.gradients, self.form.outcome is not Phase.STEPPED
-        if attempt is Attempt.UNSCALE:
+        if attempt is DeniedAccess.UNSCALE:
             message = SCALED_IN_BACKWARD
-        elif attempt is Attempt.ACCUMULATE and self._is_trailing:
+        elif attempt is DeniedAccess.ACCUMULATE and self._is_trailing:
             message = _REENTRANT
-        elif attempt is Attempt.ACCUMULATE:
+        elif attempt is DeniedAccess.ACCUMULATE:
             message = _ADDED_TO_APPLIED.message if self.phase is Phase.STEPPED and has_step else _ACCUMULATED
             if self.phase is Phase.STEPPED and not (has_step or self.sees_forwards):
                 message = _NOT_CLEARED
@@ -549,7 +549,7 @@ class UpdateLifecycle(Terms):
         elif gradients.has_parts and id(parameter) not in gradients.released:
             message = _PART_USED
         else:  # A whole gradient that cannot be read was released, perhaps in an earlier backward.
-            is_released = attempt is Attempt.READ or id(parameter) in gradients.released
+            is_released = attempt is DeniedAccess.READ or id(parameter) in gradients.released
             message = _RELEASED_USED if is_released else _WRITTEN
         name = self._name_of(parameter)
         step = form.step if has_step else "the next forward"
@@ -559,7 +559,7 @@ class UpdateLifecycle(Terms):
     def _name_of(self, parameter: Tensor | None) -> str:
         return "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
 
-    # Terms: the loop uses a gradient that was handed over.
+    # GradAccessPolicy: the loop uses a gradient that was handed over.
 
     @property
     def allows_unscaling(self) -> bool:
@@ -579,7 +579,7 @@ class UpdateLifecycle(Terms):
             name = self._name_of(gradient.parameter())
             self._moved = f"{name} was moved to another dtype, device or memory format"
 
-    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+    def refuse(self, gradient: AppliedGradient, attempt: DeniedAccess) -> NoReturn:
         raise self._error_for(gradient.parameter(), attempt)
 
     @torch.no_grad()
@@ -588,7 +588,7 @@ class UpdateLifecycle(Terms):
             self.check(Event.ZERO_GRAD)
         parameter = gradient.parameter()
         if parameter is None or parameter.grad is not gradient:
-            self.refuse(gradient, Attempt.WRITE)
+            self.refuse(gradient, DeniedAccess.WRITE)
         parameter.grad = torch.zeros_like(parameter) if gradient.plain is None else gradient.plain.zero_()
 
     def _raise(self, refusal: Refusal) -> NoReturn:

@@ -27,7 +27,7 @@ from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.states import uncopied, warn_of_memory
 from overlap.join.context import refuse_before_model
 from overlap.optim.declared import check_nothing_before
-from overlap.optim.lifecycle import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase, refusals_told
+from overlap.optim.lifecycle import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Phase, report_refusals
 from overlap.optim.stepper import FoundInf, StepGuard, SubsetStepper, check_optimizer, grads_replaced, step_whole
 from overlap.optim.update import Update, UpdatedOptimizer, check_unscaled
 
@@ -95,7 +95,7 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
         refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in updates))
         Join.notify_join_context(self)
         lifecycles = list(map(_lifecycle_of, updates))
-        with refusals_told(lifecycles):
+        with report_refusals(lifecycles):
             self._check_call(arguments)
             for update in updates if scaler.found_inf is not None else ():
                 if update.lifecycle.outcome is not Phase.REDUCED:
@@ -174,7 +174,7 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        with refusals_told(update.lifecycle for update in self.updates):
+        with report_refusals(update.lifecycle for update in self.updates):
             for update in self.updates:
                 update.lifecycle.check(Event.ZERO_GRAD)
             for update in self.updates:

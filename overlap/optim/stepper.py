@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import described, told
+from overlap._checks import short_repr, type_name
 from overlap._torch.autograd import label_type
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import scale_
@@ -74,7 +74,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            f"expected a torch.optim.Optimizer, got {described(optimizer)}; make one, as in "
+            f"expected a torch.optim.Optimizer, got {type_name(optimizer)}; make one, as in "
             "torch.optim.SGD(ddp.parameters(), lr=0.1)"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -202,10 +202,11 @@ class SubsetStepper:
                 one, other = first.get(key, began.get(key)), writes.get(key, began.get(key))
                 if not is_same_state(one, other):
                     raise UnsupportedError(
-                        f"{key!r} of this {type(optimizer).__name__} is {told(one)} after a step with some parameters "
-                        f"and {told(other)} after one with others, so updating in parts does not equal one step, and "
-                        "some parameters have been updated: load a checkpoint and start again with chain(AllReduce(), "
-                        "Step(OverlappedOptimizer(optimizer), deferred=True)), which calls optimizer.step() itself"
+                        f"{key!r} of this {type(optimizer).__name__} is {short_repr(one)} after a step with some "
+                        f"parameters and {short_repr(other)} after one with others, so updating in parts does not "
+                        "equal one step, and some parameters have been updated: load a checkpoint and start again with "
+                        "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True)), which calls "
+                        "optimizer.step() itself"
                     )
 
     def _split(self, key: tuple[int, ...], parameters: Sequence[Tensor]) -> Split:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, described
+from overlap._checks import as_list, type_name
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.optim.stepper import SubsetStepper
 
@@ -46,7 +46,7 @@ class FunctionalOptimizer:
     def __init__(self, params: Iterable[Any] = (), **defaults: Any) -> None:
         if (groups := as_list(params)) is None:
             raise ConfigurationError(
-                f"{type(self).__name__}: params is an iterable of parameters or of groups, got {described(params)}; "
+                f"{type(self).__name__}: params is an iterable of parameters or of groups, got {type_name(params)}; "
                 "pass ddp.parameters(), or [parameter]"
             )
         defaults.pop("_allow_empty_param_list", None)  # Accepted for compatibility; empty lists are always allowed.

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, digest, told
+from overlap._checks import check_flag, digest, short_repr
 from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
@@ -107,7 +107,7 @@ class Update(UpdateStage, Generic[L]):
     ) -> None:
         check_flag("release_gradients", release_gradients)
         if deferred is not None and not isinstance(deferred, bool):
-            raise ConfigurationError(f"deferred is True, False or None, got {told(deferred)}")
+            raise ConfigurationError(f"deferred is True, False or None, got {short_repr(deferred)}")
         if release_gradients and deferred:
             raise ConfigurationError(
                 "release_gradients=True gives a gradient back as soon as its bucket is updated, but deferred=True "
@@ -400,7 +400,7 @@ class Update(UpdateStage, Generic[L]):
             settings.update({f"{key} {of_group}": value for key, value in values.items()} if members else {})
         return settings
 
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+    def check_position(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.
         self.before = before
         self._transform_after = next((stage for stage in after if stage.role is Role.TRANSFORM), None)

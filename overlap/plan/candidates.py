@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, is_one_of, told
+from overlap._checks import as_list, is_one_of, short_repr
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import AllReduce, Cast, Int8, PowerSGD, Quantize, Stage, chain
 from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
@@ -74,11 +74,11 @@ def allowed(allow: str | Iterable[str], updates: str) -> list[str]:
         ConfigurationError: one of its words is unknown, or rules out another.
     """
     if not is_one_of(updates, "backward", "step"):
-        raise ConfigurationError(f"updates={told(updates)} is not 'backward' or 'step'")
+        raise ConfigurationError(f"updates={short_repr(updates)} is not 'backward' or 'step'")
     names = [allow] if isinstance(allow, str) or (held := as_list(allow)) is None else held
     for name in names:
         if not is_one_of(name, *_ALLOW):
-            raise ConfigurationError(f"allow has {told(name)}; known are {', '.join(_ALLOW)}")
+            raise ConfigurationError(f"allow has {short_repr(name)}; known are {', '.join(_ALLOW)}")
     if updates == "step" and "sharded" in names:
         raise ConfigurationError("allow has 'sharded', which updates in backward, and updates='step': leave one out")
     return [

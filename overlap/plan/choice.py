@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from overlap._checks import check_group, check_number, check_whole_number, described, told
+from overlap._checks import check_group, check_number, check_whole_number, short_repr, type_name
 from overlap._torch.ddp import uncompiled
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
@@ -113,9 +113,9 @@ def auto(
         candidates = allowed(allow, updates)
         end_s += check_number("seconds", seconds, above=0)
         if not isinstance(options, Mapping):
-            raise ConfigurationError(f"ddp_options={told(options)} is not a dict of DDP's arguments")
+            raise ConfigurationError(f"ddp_options={short_repr(options)} is not a dict of DDP's arguments")
         if plan is not None and not isinstance(plan, Plan):
-            raise ConfigurationError(f"plan is a {described(plan)}: give Plan.load(path), or leave it out")
+            raise ConfigurationError(f"plan is a {type_name(plan)}: give Plan.load(path), or leave it out")
         _check_model(model)
         _check_optimizer(optimizer, model)
         if plan is None:
@@ -175,7 +175,7 @@ def _check_alike(of_ranks: list[dict[str, Any]]) -> None:
 def _autocast_dtype(given: torch.dtype | None, model: nn.Module) -> torch.dtype | None:
     """Raises: ConfigurationError: ``given`` is not a dtype of autocast."""
     if given is not None and (not isinstance(given, torch.dtype) or not given.is_floating_point):
-        raise ConfigurationError(f"autocast is a dtype such as torch.bfloat16, or None, got {told(given)}")
+        raise ConfigurationError(f"autocast is a dtype such as torch.bfloat16, or None, got {short_repr(given)}")
     kind = device_of(model).type
     return given or (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
 
@@ -217,14 +217,14 @@ def _raced(
 
 def _check_loss(sample: Any, loss: Any) -> None:
     if not isinstance(sample, (tuple, list)) or len(sample) < 2:
-        got = f"{len(sample)} entries" if isinstance(sample, (tuple, list)) else described(sample)
+        got = f"{len(sample)} entries" if isinstance(sample, (tuple, list)) else type_name(sample)
         raise ConfigurationError(
             f"sample is {got}: give a batch of this rank as a tuple, sample=(x, y), with as many inputs as the model "
             "takes before the target"
         )
     if not callable(loss):
         raise ConfigurationError(
-            f"loss is a {described(loss)}: give a function of output and target, such as "
+            f"loss is a {type_name(loss)}: give a function of output and target, such as "
             "torch.nn.functional.cross_entropy"
         )
 
@@ -233,7 +233,7 @@ def _check_model(model: Any) -> None:
     model = uncompiled(model)
     if not isinstance(model, nn.Module) or isinstance(model, (DistributedDataParallel, DataParallel)):
         raise ConfigurationError(
-            f"model is a {described(model)}: give the torch.nn.Module that is to be trained, such as ddp.module; "
+            f"model is a {type_name(model)}: give the torch.nn.Module that is to be trained, such as ddp.module; "
             "auto wraps it in DDP"
         )
     devices = len({parameter.device for parameter in model.parameters() if parameter.requires_grad})
@@ -242,7 +242,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    kind = described(optimizer)
+    kind = type_name(optimizer)
     is_wrapper = isinstance(optimizer, (OverlappedOptimizer, ZeroRedundancyOptimizer))
     if is_wrapper or not isinstance(optimizer, Optimizer):
         raise ConfigurationError(

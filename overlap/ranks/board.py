@@ -96,7 +96,7 @@ class _Ranks:
         self.boards: WeakSet[Board] = WeakSet()
 
     @staticmethod
-    def of(group: dist.ProcessGroup) -> _Ranks:
+    def for_group(group: dist.ProcessGroup) -> _Ranks:
         """That of ``group``."""
         with _making:
             if (found := _ranks.get(group)) is None:
@@ -173,7 +173,7 @@ class Board:
         fallback_board: Board | None = None,
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self._ranks, self._event, self._fallback = _Ranks.of(group), event, fallback_board
+        self._ranks, self._event, self._fallback = _Ranks.for_group(group), event, fallback_board
         self.timeout = self._ranks.timeout
         self._prefix = f"overlap/{name}"
         self._client = self._ranks.store_of(group)
@@ -333,7 +333,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
         self.rank, self.size, self._purpose = group.rank(), group.size(), purpose
-        self._ranks = _Ranks.of(group)
+        self._ranks = _Ranks.for_group(group)
         self._rounds = itertools.count()
         self.name = f"agreement/{next(self._ranks.agreed)}"
         """Of its board: no other agreement of the group has it."""

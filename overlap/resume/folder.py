@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp, check_flag, digest, told
+from overlap._checks import check_ddp, check_flag, digest, short_repr
 from overlap._torch.c10d import side_group
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.hooks.stage import redistributed
@@ -437,7 +437,7 @@ class _Found:
         for name, target in given.items():
             if not hasattr(target, "load_state_dict"):
                 raise ConfigurationError(
-                    f"{name}={told(target)} has no load_state_dict(): give objects; values are returned"
+                    f"{name}={short_repr(target)} has no load_state_dict(): give objects; values are returned"
                 )
             if name not in objects:
                 raise ConfigurationError(f"no object {name} was saved in {self._path}, which has {sorted(objects)}")

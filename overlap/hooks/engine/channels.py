@@ -60,7 +60,7 @@ class Channels:
         """Whether collectives of CPU tensors on ``group`` can use separate connections."""
         return backend_name(group, _CPU) == "gloo"
 
-    def of(self, group: dist.ProcessGroup | None) -> Channel:
+    def for_group(self, group: dist.ProcessGroup | None) -> Channel:
         """The channel to the ranks of ``group``, the model's own where ``None``.
 
         Raises:
@@ -103,7 +103,7 @@ class Channels:
 
     def open(self) -> None:
         """Connect to the other ranks of the model's group now, unless connected."""
-        self.of(None)
+        self.for_group(None)
 
     def report(self, error: BaseException) -> None:
         """Report an error of the training loop, which has left nothing in flight; the next use connects again.

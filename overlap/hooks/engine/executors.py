@@ -96,7 +96,7 @@ class Executor:
         if worker is not None:
             self.submit = worker.submit  # type: ignore[method-assign]
 
-    def of(self, step: int) -> Executor:
+    def for_pass(self, step: int) -> Executor:
         """The executor of what belongs to backward pass number ``step``, or to none (-1)."""
         return self
 
@@ -186,7 +186,7 @@ class StreamExecutor(Executor):
         self._caller: Any = None
         """The stream that a job was submitted on, while it runs."""
 
-    def of(self, step: int) -> Executor:
+    def for_pass(self, step: int) -> Executor:
         if step != 0:
             return self
         on_current = StreamExecutor(self.channels, self._device, None)

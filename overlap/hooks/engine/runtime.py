@@ -187,7 +187,7 @@ class Runtime:
         for method in self._called:
             default = getattr(Stage, method)
             self._called[method] = [one for one in self._attached if getattr(type(one), method) is not default]
-        self._pieces = [Piece(repr(stage), stage, passed=stage.passed) for stage in sequence]
+        self._pieces = [Piece(repr(stage), stage, output_bucket=stage.output_bucket) for stage in sequence]
         self._planners = [planner(stage) for stage in sequence]
         self.updates = updates_of(sequence)
         _check_disjoint(self.updates, self.context.names)
@@ -425,14 +425,14 @@ class Runtime:
         for whole, plan in zip(self._pieces, self._planners, strict=True):
             if planned := plan(given):
                 pieces += [Piece(whole.label, code, is_planned=True) for code in planned]
-                pieces[-1] = pieces[-1]._replace(passed=whole.passed)
+                pieces[-1] = pieces[-1]._replace(output_bucket=whole.output_bucket)
             else:
                 pieces.append(whole)
                 coroutines = len(pieces)
-            given = given if whole.passed is None else whole.passed(given)
+            given = given if whole.output_bucket is None else whole.output_bucket(given)
         # Plans have their buckets, so the last coroutine passes it on to none.
         first = max(0, coroutines - 1)
-        pieces[first:] = [piece._replace(passed=None) for piece in pieces[first:]]
+        pieces[first:] = [piece._replace(output_bucket=None) for piece in pieces[first:]]
         future = BucketFuture()
         future.set_result(bucket.buffer)
         return _KeptBucket(bucket, strides, Task(pieces, current.executor), coroutines > 0, future)
@@ -464,7 +464,7 @@ class Runtime:
 
         Called on the training thread between backward passes, at the same place on every rank.
         """
-        executor = self.executor.of(items[0].step if items else -1)
+        executor = self.executor.for_pass(items[0].step if items else -1)
         completions = {item: Completion(self.context.device) for item in items}
 
         def job() -> None:
@@ -490,7 +490,7 @@ class Runtime:
         watchers = () if is_replay else self._watchers
         begun = BackwardPass(
             self.passes,
-            self.executor.of(self.passes),
+            self.executor.for_pass(self.passes),
             divisor=gradient_divisor(self.context.group),
             # After its first pass DDP builds other buckets; a replay and a watcher have other memory in each. A hook
             # that is registered with DDP itself may be called by another one, which waits for its futures.

@@ -84,7 +84,7 @@ class Piece(NamedTuple):
     code: Callable[..., Any]
     """A piece of a plan: called, it returns the operation to launch. Or a whole stage: it returns a coroutine."""
     is_planned: bool = False
-    passed: Callable[[Any], Any] | None = None
+    output_bucket: Callable[[Any], Any] | None = None
     """Gives the bucket as the next stage gets it, when this stage is done; the same bucket where ``None``."""
 
 
@@ -154,7 +154,7 @@ class Task:
             self._in_flight = self._launched = operation = None
         while awaited is None and self._position < len(pieces):
             piece = pieces[self._position]
-            label, code, is_planned, passed = piece
+            label, code, is_planned, output_bucket = piece
             if observer is not None:
                 observer.running(subject, label)
             try:
@@ -170,8 +170,8 @@ class Task:
             if is_planned or awaited is None:
                 result = None
                 self._position += 1
-                if passed is not None:
-                    self._given = passed(self._given)
+                if output_bucket is not None:
+                    self._given = output_bucket(self._given)
         if awaited is None:
             self._given = None  # Nothing here refers to the gradients any more.
             self.is_done = True

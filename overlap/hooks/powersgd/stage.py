@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from overlap._checks import as_number, check_flag, check_whole_number, told
+from overlap._checks import as_number, check_flag, check_whole_number, short_repr
 from overlap._torch.foreach import all_finite
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
@@ -76,14 +76,14 @@ class PowerSGD(StageWithMemory):
         rate = as_number(min_compression_rate)
         if rate is None or not 0 <= rate < float("inf"):  # False for NaN, too.
             raise ConfigurationError(
-                f"min_compression_rate must be a number of at least 0, got {told(min_compression_rate)}"
+                f"min_compression_rate must be a number of at least 0, got {short_repr(min_compression_rate)}"
             )
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self.warm_start = check_flag("warm_start", warm_start)
         self.alternate = check_flag("alternate", alternate)
         self.wire = wire
         if wire is not None and not isinstance(wire, Wire):
-            raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {told(wire)}")
+            raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {short_repr(wire)}")
         self.seed = check_whole_number("seed", seed, least=0)
         if alternate and not warm_start:
             raise ConfigurationError(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import check_flag, check_group, check_number, check_whole_number, described
+from overlap._checks import check_flag, check_group, check_number, check_whole_number, type_name
 from overlap._torch import classes
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
@@ -171,7 +171,7 @@ def _hook(name: str, doc: str, make: type[_HookPowerSGD]) -> StageHook:
     def group_of(state: Any) -> dist.ProcessGroup | None:
         if isinstance(state, PowerSGDState):
             return state.process_group
-        raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {described(state)}")
+        raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {type_name(state)}")
 
     return StageHook(
         lambda state: OnGroup.of(group_of(state), make(state)), name, group_of=group_of, doc=doc, module=__name__

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import as_number, check_flag, told
+from overlap._checks import as_number, check_flag, short_repr
 from overlap._torch.device import hold
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError, TrainingLoopError
@@ -42,7 +42,7 @@ class Clipping:
     def __post_init__(self) -> None:
         for name, value in (("max_norm", self.max_norm), ("norm_type", self.norm_type)):
             if not (as_number(value) or 0) > 0:  # False for NaN, too.
-                raise ConfigurationError(f"{name} must be a positive number, or float('inf'), got {told(value)}")
+                raise ConfigurationError(f"{name} must be a positive number, or float('inf'), got {short_repr(value)}")
         check_flag("error_if_nonfinite", self.error_if_nonfinite)
 
     def clip_(self, gradients: Sequence[Tensor], *, foreach: bool | None = None) -> Tensor:
@@ -146,12 +146,12 @@ class ClipGradNorm(WholePassTransform):
         assert self.context is not None, "a stage is attached before its first pass"
         seen: dict[Tensor, Tensor] = {}
         for bucket in buckets:
-            seen.update(zip(bucket.parameters, self.seen(bucket), strict=True))
+            seen.update(zip(bucket.parameters, self.inputs(bucket), strict=True))
         gradients = [seen[parameter] for parameter in in_model_order(seen, self.context.names or ())]
         if all(bucket.owned is None for bucket in buckets):
             self._norm = self.clipping.clip_(gradients)
             return None
-        counted = [part for bucket in buckets for part in self.counted(bucket)]
+        counted = [part for bucket in buckets for part in self.rank_unique_inputs(bucket)]
         partial = self.clipping.partial(counted, buckets[0].buffer.device)
         self._parts = partial, seen, [gradient for gradient in gradients if gradient.numel()]
         return all_reduce(partial, op=self.clipping.op, group=buckets[0].group)

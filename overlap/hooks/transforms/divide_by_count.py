@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from overlap._checks import as_number, told
+from overlap._checks import as_number, short_repr
 from overlap._torch.autograd import after_gradients
 from overlap._torch.device import has_streams
 from overlap.errors import ArgumentTypeError, ConfigurationError, TrainingLoopError, hide_internal_frames
@@ -114,8 +114,8 @@ class DivideByCount(Transform):
         own = number.detach().to(context.device, torch.float64)
         return torch.where(own < 0, torch.nan, own)
 
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
-        super().placed(before, after)
+    def check_position(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+        super().check_position(before, after)
         if self.place is not Role.TRANSFORM:
             raise ConfigurationError(
                 f"{self!r} divides in place of the reducer, and stands after it: write chain({self!r}, AllReduce(), "
@@ -222,7 +222,7 @@ class DivideByCount(Transform):
         else:
             buffer.mul_(scale)
 
-    def passed(self, bucket: Bucket) -> Bucket:
+    def output_bucket(self, bucket: Bucket) -> Bucket:
         return bucket.with_changes(divisor=1)
 
     def __repr__(self) -> str:
@@ -246,10 +246,10 @@ def _refusal(number: object, rank: int) -> ConfigurationError:
         )
     if not isinstance(number, Tensor) and as_number(number) is None:
         return ArgumentTypeError(
-            f"rank {rank} counts {told(number)}, which is not a number: give count() the number of samples or tokens "
-            "that the loss is the sum of, as in by_count.count(len(x))"
+            f"rank {rank} counts {short_repr(number)}, which is not a number: give count() the number of samples or "
+            "tokens that the loss is the sum of, as in by_count.count(len(x))"
         )
     return ConfigurationError(
-        f"rank {rank} counts {told(number)}: the number of samples or tokens that a loss is the sum of is real, finite "
-        "and at least 0; where a batch has nothing that counts, count 0"
+        f"rank {rank} counts {short_repr(number)}: the number of samples or tokens that a loss is the sum of is real, "
+        "finite and at least 0; where a batch has nothing that counts, count 0"
     )

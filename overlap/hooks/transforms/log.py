@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap._checks import described
+from overlap._checks import type_name
 from overlap._torch.device import hold
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
@@ -47,7 +47,7 @@ class Log(Transform):
         super().__init__()
         if not callable(to):
             raise ConfigurationError(
-                f"Log takes a function of a step and a dictionary of norms, got {described(to)}: "
+                f"Log takes a function of a step and a dictionary of norms, got {type_name(to)}: "
                 "Log(lambda step, norms: ...)"
             )
         self._to = to
@@ -64,9 +64,9 @@ class Log(Transform):
 
     async def __call__(self, bucket: Bucket) -> None:
         if self.place is Role.UPDATE or bucket.owned is None:
-            each = norms([tensor.detach() for tensor in self.seen(bucket)], 2)
+            each = norms([tensor.detach() for tensor in self.inputs(bucket)], 2)
         else:  # Of the parts, and from them of the whole gradients.
-            squares = torch.stack(norms(self.counted(bucket), 2)).double().square_()
+            squares = torch.stack(norms(self.rank_unique_inputs(bucket), 2)).double().square_()
             await all_reduce(squares, group=bucket.group)
             each = list(squares.sqrt_().float().unbind())
         if not bucket.is_replay:

@@ -55,8 +55,8 @@ class SkipNonFinite(WholePassTransform):
         """1.0 if the last step was left out, else 0.0, a 0-dimensional tensor; ``None`` before the first pass."""
         return None if self._found_inf is None else hold(self._found_inf)
 
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
-        super().placed(before, after)
+    def check_position(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+        super().check_position(before, after)
         updates = [stage for stage in after if stage.role is Role.UPDATE]
         self._updates = updates_of(updates)
         if self.place is not Role.REDUCER or not updates:
@@ -84,7 +84,7 @@ class SkipNonFinite(WholePassTransform):
         self._largest.clear()
 
     def look(self, bucket: Bucket) -> None:
-        self._largest.look(self.seen(bucket))
+        self._largest.update(self.inputs(bucket))
 
     def act(self, buckets: Sequence[Bucket]) -> Operation:
         self._found_inf = self._largest.found_inf(buckets[0].buffer.device)

@@ -21,7 +21,7 @@ class Transform(Stage):
 
     >>> class Halve(Transform):
     ...     async def __call__(self, bucket):
-    ...         for tensor in self.seen(bucket):
+    ...         for tensor in self.inputs(bucket):
     ...             tensor.mul_(0.5)
     >>> chain(AllReduce(), Halve()).register(ddp)
     <chain(AllReduce(), Halve()) registered>
@@ -43,7 +43,7 @@ class Transform(Stage):
         self.context: StageContext | None = None
         """The context of its registration."""
 
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+    def check_position(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         if self.context is not None or self in before:
             raise RegistrationError(
                 f"{self!r} is registered already, and serves one place of one model: make a {type(self).__name__} for "
@@ -61,7 +61,7 @@ class Transform(Stage):
     def detach(self) -> None:
         self.place = self.context = None
 
-    def seen(self, bucket: Bucket) -> Sequence[Tensor]:
+    def inputs(self, bucket: Bucket) -> Sequence[Tensor]:
         """The tensors that it acts on, one for each of ``bucket.parameters``, empty if this rank has no part of it.
 
         Gradients have the shapes of their parameters; after a reduce-scatter they are this rank's flat parts.
@@ -77,9 +77,9 @@ class Transform(Stage):
             for one, parameter in zip(seen, bucket.parameters, strict=True)
         ]
 
-    def counted(self, bucket: Bucket) -> Sequence[Tensor]:
+    def rank_unique_inputs(self, bucket: Bucket) -> Sequence[Tensor]:
         """As :meth:`seen`, for a sum over ranks: gradients that all ranks have whole are empty on all but one."""
-        seen = self.seen(bucket)
+        seen = self.inputs(bucket)
         if bucket.group.rank() == 0:
             return seen
         parts = [None] * len(seen) if bucket.owned is None else bucket.owned

@@ -42,7 +42,7 @@ class RoundingGenerator:
         # As the last step has left it, once a pass has begun since.
         self._committed: Tensor | None = None
 
-    def of(self, rank: int, device: torch.device) -> torch.Generator | None:
+    def for_rank(self, rank: int, device: torch.device) -> torch.Generator | None:
         """The same at every call, seeded with ``rank`` or the loaded state; ``None`` if rounding is to nearest."""
         if self.is_needed and self._generator is None:
             self._generator = torch.Generator(device).manual_seed(rank)
@@ -206,7 +206,7 @@ class StageMemory:
             made = self._sums[group, numel] = QuantizedSum(
                 numel,
                 wire=self._wire,
-                generator=self.generator.of(group.rank(), device),
+                generator=self.generator.for_rank(group.rank(), device),
                 group=group,
                 levels=self._levels if is_own else None,
             )

@@ -27,7 +27,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from overlap._checks import as_number, is_one_of, told
+from overlap._checks import as_number, is_one_of, short_repr
 from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires.codec import Codec, Field, Wire
@@ -96,9 +96,9 @@ class CastCodec(Codec):
 def check_chunk(chunk: object, *, largest: int | None = None) -> None:
     """Raises: ConfigurationError: ``chunk`` is not a positive multiple of 8, at most ``largest``."""
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk <= 0 or chunk % _MULTIPLE:
-        raise ConfigurationError(f"chunk is {told(chunk)}: give a positive multiple of {_MULTIPLE}, such as 512")
+        raise ConfigurationError(f"chunk is {short_repr(chunk)}: give a positive multiple of {_MULTIPLE}, such as 512")
     if largest is not None and chunk > largest:
-        raise ConfigurationError(f"chunk is {told(chunk)}: give at most {largest}")
+        raise ConfigurationError(f"chunk is {short_repr(chunk)}: give at most {largest}")
 
 
 def cut(numel: int, chunk: int) -> tuple[int, int]:
@@ -245,7 +245,7 @@ class IntegerWire(ChunkWire):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_one_of(self.rounding, "nearest", "stochastic"):
-            raise ConfigurationError(f"rounding is {told(self.rounding)}: give 'nearest' or 'stochastic'")
+            raise ConfigurationError(f"rounding is {short_repr(self.rounding)}: give 'nearest' or 'stochastic'")
 
     @property
     def is_stochastic(self) -> bool:
@@ -331,8 +331,8 @@ class TopK(Wire):
         density = as_number(self.density)
         if density is None or not 0 < density <= 1:
             raise ConfigurationError(
-                f"density is {told(self.density)}: give the part of the values to send, above 0 and at most 1, such as "
-                "0.01"
+                f"density is {short_repr(self.density)}: give the part of the values to send, above 0 and at most 1, "
+                "such as 0.01"
             )
         check_chunk(self.chunk, largest=_LARGEST_CHUNK)
 

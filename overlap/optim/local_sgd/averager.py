@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, check_whole_number, described, told
+from overlap._checks import check_flag, check_whole_number, short_repr, type_name
 from overlap._torch.ddp import data_parallel_parameters
 from overlap._torch.foreach import copy_all, subtract_from_
 from overlap.errors import ConfigurationError, UnsupportedError
@@ -85,7 +85,7 @@ class Averager:
         if wire is not None and not isinstance(wire, Wire):
             hint = f"{wire.__name__}()" if isinstance(wire, type) else "Int8()"
             raise ConfigurationError(
-                f"wire is {described(wire)}; give a wire such as {hint}, or None for full precision"
+                f"wire is {type_name(wire)}; give a wire such as {hint}, or None for full precision"
             )
         if check_flag("error_feedback", error_feedback) and wire is None:
             raise ConfigurationError(
@@ -118,7 +118,7 @@ class Averager:
             if outer is not None:
                 if isinstance(outer, Optimizer) or not callable(outer):
                     raise ConfigurationError(
-                        f"outer must be a function that makes an optimizer of tensors, got {described(outer)}; give "
+                        f"outer must be a function that makes an optimizer of tensors, got {type_name(outer)}; give "
                         "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
                     )
                 self.outer = check_optimizer(outer(list(self.anchors.values())))
@@ -321,7 +321,7 @@ def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[st
         before += parameter.numel()
     if len(fragments) < count:
         raise ConfigurationError(
-            f"fragments={told(count)} leaves some without a parameter: the model has {len(parameters)}, or they are "
-            "too unequal; give a smaller number"
+            f"fragments={short_repr(count)} leaves some without a parameter: the model has {len(parameters)}, or they "
+            "are too unequal; give a smaller number"
         )
     return list(fragments.values())

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import described, refuse_capture
+from overlap._checks import refuse_capture, type_name
 from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped, without_init
 from overlap.errors import ConfigurationError, UnsupportedError
@@ -95,11 +95,11 @@ class AveragingOptimizer(OptimizerProxy):
             )
         if isinstance(optim, classes.ZeroRedundancyOptimizer):
             raise UnsupportedError(
-                f"{name} lets each rank train alone between averages, and {described(optim)} updates on "
+                f"{name} lets each rank train alone between averages, and {type_name(optim)} updates on "
                 "each rank a part of the parameters for all ranks: give it the plain optimizer"
             )
         if isinstance(optim, AveragingOptimizer | classes.PostLocalSGDOptimizer):
-            raise ConfigurationError(f"this {described(optim)} averages already; use it as it is")
+            raise ConfigurationError(f"this {type_name(optim)} averages already; use it as it is")
         return optim
 
     @property

@@ -223,7 +223,7 @@ class WiredMean:
         views = _views(change, list(members.values()))
         memory.add_errors(names, views)
         total = torch.empty_like(change)
-        generator = memory.generator.of(group.rank(), flat.device)
+        generator = memory.generator.for_rank(group.rank(), flat.device)
         await QuantizedSum(change.numel(), wire=self.wire, generator=generator, group=group)(change, out=total)
         if memory.has_feedback:
             memory.put(names, views)

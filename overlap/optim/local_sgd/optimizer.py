@@ -26,7 +26,7 @@ from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_sub
 from overlap.hooks.states import alike_in, under, warn_of_memory
 from overlap.hooks.wires import Wire
 from overlap.join.context import active_join, refuse_before_model, refuse_once_joined
-from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecycle, refusals_told
+from overlap.optim.lifecycle import SCALED_UNDER_JOIN, Form, Phase, UpdateLifecycle, report_refusals
 from overlap.optim.local_sgd.averager import Averager, MakeOptimizer
 from overlap.optim.local_sgd.inner import AveragingOptimizer, SeveralOptimizers
 from overlap.optim.optimizer import OverlappedOptimizer
@@ -148,7 +148,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         refuse_before_model(self, lambda: (ddp := self._ddp()) is not None and is_joining(ddp))
         Join.notify_join_context(self)
         lifecycle = self._stage.lifecycle
-        with refusals_told([lifecycle]):
+        with report_refusals([lifecycle]):
             is_scaled = FoundInf.given_to(self).found_inf is not None
             if is_scaled and self.is_joining and not self.averager.is_local:
                 raise TrainingLoopError(SCALED_UNDER_JOIN)
@@ -166,7 +166,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward."""
-        with refusals_told([self._stage.lifecycle]):
+        with report_refusals([self._stage.lifecycle]):
             self._stage.lifecycle.on_zero_grad()
         super().zero_grad(set_to_none)
 
@@ -321,7 +321,7 @@ class _LocalSGDStage(Stage):
     def signature(self) -> str:
         return repr(self._local)
 
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+    def check_position(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.lifecycle.form = in_its_chain(self.lifecycle.form, before)
 
     def attach(self, context: StageContext) -> None:

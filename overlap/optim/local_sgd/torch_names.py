@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, check_group, check_whole_number, described, refuse_capture, told
+from overlap._checks import as_list, check_group, check_whole_number, refuse_capture, short_repr, type_name
 from overlap._torch import classes
 from overlap._torch.c10d import group_timeout
 from overlap.errors import ConfigurationError
@@ -45,7 +45,7 @@ def average_parameters(params: Params, process_group: dist.ProcessGroup | None =
     if not given or not all(isinstance(one, (Tensor, Mapping)) for one in given):
         raise ConfigurationError(
             f"averaging takes parameters, which an iterator yields only once, or an optimizer's param_groups, got "
-            f"{described(params)}; give model.parameters() or optimizer.param_groups"
+            f"{type_name(params)}; give model.parameters() or optimizer.param_groups"
         )
     tensors = [tensor for one in given for tensor in ([one] if isinstance(one, Tensor) else one["params"])]
     group = process_group if process_group is not None else dist.group.WORLD
@@ -138,7 +138,7 @@ class HierarchicalModelAverager(ModelAverager):
         if not isinstance(sizes, Mapping) or not sizes:
             raise ConfigurationError(
                 f"period_group_size_dict is a mapping of periods to group sizes, as in {{4: 2, 16: 8}}, got "
-                f"{told(sizes)}"
+                f"{short_repr(sizes)}"
             )
         for number in [*sizes, *sizes.values()]:
             check_whole_number("each period and size of period_group_size_dict", number, least=1)
@@ -195,7 +195,7 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
     def __init__(self, optim: Optimizer | Sequence[Optimizer], averager: ModelAverager) -> None:
         if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
             raise ConfigurationError(
-                f"PostLocalSGDOptimizer takes a ModelAverager, got {described(averager)}; make one, as in "
+                f"PostLocalSGDOptimizer takes a ModelAverager, got {type_name(averager)}; make one, as in "
                 "PeriodicModelAverager(period=8, warmup_steps=1000)"
             )
         super().__init__(optim)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, check_group, described, is_one_of, told
+from overlap._checks import check_flag, check_group, is_one_of, short_repr, type_name
 from overlap._torch import classes
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all, sum_of_bits
@@ -152,15 +152,15 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
                 raise ConfigurationError(
                     "optimizer_class is a subclass of torch.optim.Optimizer such as torch.optim.AdamW, with its "
-                    f"arguments as keywords, got {described(optimizer_class)}; an optimizer that exists is sharded by "
+                    f"arguments as keywords, got {type_name(optimizer_class)}; an optimizer that exists is sharded by "
                     "ZeroRedundancyOptimizer.from_optimizer(optimizer)"
                 )
             check_flag("overlap_with_ddp", overlap_with_ddp)
             if partition is not None and not is_one_of(partition, "element", "parameter"):
-                raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
+                raise ConfigurationError(f"partition is 'element' or 'parameter', got {short_repr(partition)}")
             if not (master_dtype is None or (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point)):
                 raise ConfigurationError(
-                    f"master_dtype is a floating-point dtype such as torch.float32, got {told(master_dtype)}"
+                    f"master_dtype is a floating-point dtype such as torch.float32, got {short_repr(master_dtype)}"
                 )
             self.updates, self.blocks = [], []
             Joinable.__init__(self)
@@ -846,7 +846,7 @@ def check_convertible(optimizer: object) -> Optimizer:
     if isinstance(plain, OptimizerProxy) or not isinstance(plain, Optimizer):
         raise ConfigurationError(
             f"from_optimizer takes a plain optimizer such as torch.optim.AdamW(ddp.parameters()), got "
-            f"{described(plain)}: pass the .optimizer that it wraps, after .remove() of its registration"
+            f"{type_name(plain)}: pass the .optimizer that it wraps, after .remove() of its registration"
         )
     hooks = [hook for attribute in hook_attributes for hook in getattr(plain, attribute, {}).values()]
     if hooks or is_scheduled(plain):
@@ -859,7 +859,7 @@ def check_convertible(optimizer: object) -> Optimizer:
     for name, value in vars(plain).items():
         if name not in ("param_groups", "state", "defaults") and tensors_in(value):
             raise UnsupportedError(
-                f"{type(plain).__name__}.{name} is {described(value)}, which would not be divided: build "
+                f"{type(plain).__name__}.{name} is {type_name(value)}, which would not be divided: build "
                 f"ZeroRedundancyOptimizer(ddp.parameters(), {type(plain).__name__}, ...) with the old arguments, and "
                 "load_state_dict() the old state"
             )

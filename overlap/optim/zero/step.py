@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp, check_flag, described, is_one_of, told
+from overlap._checks import check_ddp, check_flag, is_one_of, short_repr, type_name
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import LargestElements
 from overlap._torch.optimizer import unwrapped
@@ -73,7 +73,7 @@ class ReduceScatter(Stage):
         for zero in self.zeros:
             if not isinstance(zero, ZeroRedundancyOptimizer):
                 raise ConfigurationError(
-                    f"ReduceScatter takes overlap.ZeroRedundancyOptimizers, got {described(zero)}; to average on every "
+                    f"ReduceScatter takes overlap.ZeroRedundancyOptimizers, got {type_name(zero)}; to average on every "
                     "rank use AllReduce()"
                 )
         # By the index of a bucket: its parameters, the versions of the optimizers', and its shards.
@@ -110,7 +110,7 @@ class ReduceScatter(Stage):
     def plan(self, bucket: Bucket) -> Plan:
         return exchange.reduction(in_elements(bucket), self._shards_of(bucket))
 
-    def passed(self, bucket: Bucket) -> Bucket:
+    def output_bucket(self, bucket: Bucket) -> Bucket:
         return reduced(bucket, self._shards_of(bucket))
 
     def _shards_of(self, bucket: Bucket) -> BucketShards | None:
@@ -189,11 +189,11 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes an overlap.ZeroRedundancyOptimizer, got {described(zero)}; for an optimizer that "
+                f"ZeroStep takes an overlap.ZeroRedundancyOptimizer, got {type_name(zero)}; for an optimizer that "
                 "every rank holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if not is_one_of(gather, "backward", "forward"):
-            raise ConfigurationError(f"gather is 'backward' or 'forward', got {told(gather)}")
+            raise ConfigurationError(f"gather is 'backward' or 'forward', got {short_repr(gather)}")
         check_flag("automatic", automatic)
         if gather_wire is not None:
             _check_wire(gather_wire, zero, {shard.parameter: shard.name for shard in zero.shards.values()})
@@ -258,7 +258,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             self._note_arrived(bucket, layout)
             self.lifecycle.gradients.reduced.update(layout.owned)
             if self.leaves_update:
-                self._largest.look(gradients)
+                self._largest.update(gradients)
                 return whole_pass()
             self.apply(layout, parameters, gradients)
             return gather[0]() if self._note_updated(layout) and gather else None
@@ -288,7 +288,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             self.held.update(zip(parameters, [gradient.clone() for gradient in gradients], strict=True))
         if self.has_whole_mean:
             return
-        self._largest.look(gradients)  # See [Note: one verdict].
+        self._largest.update(gradients)  # See [Note: one verdict].
         await whole_pass()
         if bucket.is_last:
             await self._vote(bucket)
@@ -425,7 +425,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def reducer_for(self, updates: Sequence[UpdateStage]) -> ReduceScatter:
         return ReduceScatter(*(update.optimizer for update in updates if isinstance(update, ZeroStep)))
 
-    def passed(self, bucket: Bucket) -> Bucket:
+    def output_bucket(self, bucket: Bucket) -> Bucket:
         return bucket if bucket.is_mean else reduced(bucket, self.layout_of(bucket).shards)
 
     @property
@@ -498,7 +498,7 @@ def _check_wire(wire: object, zero: ZeroRedundancyOptimizer, names: Mapping[Tens
     if not isinstance(wire, Wire) or isinstance(wire, TopK) or wire.is_stochastic:
         raise ConfigurationError(
             f"gather_wire is a wire that sends every value and rounds to nearest, such as BFloat16() or Int8(), got "
-            f"{told(wire)}"
+            f"{short_repr(wire)}"
         )
     if zero.partition == "parameter":
         raise ConfigurationError(

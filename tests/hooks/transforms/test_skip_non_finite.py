@@ -173,7 +173,7 @@ def test_steps_are_left_out_as_by_hand(rank: int, world_size: int) -> None:
 
 def test_what_only_float64_holds_is_finite() -> None:
     largest = LargestElements()
-    largest.look([torch.tensor([1e300], dtype=torch.float64), torch.ones(2)])
+    largest.update([torch.tensor([1e300], dtype=torch.float64), torch.ones(2)])
     assert largest.found_inf(torch.device("cpu")) == 0
-    largest.look([torch.tensor([float("nan")], dtype=torch.bfloat16)])
+    largest.update([torch.tensor([float("nan")], dtype=torch.bfloat16)])
     assert largest.found_inf(torch.device("cpu")) == 1

@@ -180,7 +180,7 @@ def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torc
         for step in range(2):
             ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(2 * step + rank))).square().mean().backward()
             zero.step()
-    memory = registration.runtime.executor.channels.of(None).sum_memory
+    memory = registration.runtime.executor.channels.for_group(None).sum_memory
     return sum(place.numel() for place in memory), [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
