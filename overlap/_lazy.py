@@ -44,6 +44,7 @@ REMOVED = {
     "by_ndim": "write a function: def is_matrix(name, parameter): return parameter.ndim >= 2",
     "checkpoint_wrapper": _CHECKPOINT,
     "offload_wrapper": _OFFLOAD,
+    "save_reports": "use Timeline.export_chrome_trace('trace.json'), and open it in ui.perfetto.dev",
     "uses_current_stream": "use overlap.declare(cls, 'element') or overlap.declare(cls, 'parameter')",
 }
 """Names that the package had, and their replacements; kept for one release."""

@@ -112,7 +112,8 @@ def join_bridge(pid: int, number: int, *, bytes_per_s: float) -> None:
 def _enter_new_namespace() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET) != 0:
-        raise ConfigurationError(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}")
+        reason = os.strerror(ctypes.get_errno())
+        raise ConfigurationError(f"cannot make a network namespace ({reason}): leave the speed of the link out")
     run_tool("ip", "link", "set", "lo", "up")
     for key, value in SETTINGS.items():
         with suppress(OSError):  # Where /proc cannot be written to, or the kernel lacks a setting.

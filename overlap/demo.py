@@ -68,8 +68,6 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 TRAIN_IMAGES = 1437
 # With more ranks the order of summation is the backend's to choose.
 _EXACT_RANKS = 2
-# The process whose network namespace has the bridge between the ranks.
-_BRIDGE = "OVERLAP_DEMO_BRIDGE"
 _ACCURACY_SLACK = 0.01
 
 

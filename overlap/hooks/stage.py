@@ -128,7 +128,15 @@ class Stage:
 
     async def __call__(self, bucket: Bucket) -> None:
         """Change ``bucket.buffer`` or the bucket's parameters in place; here by :meth:`plan`."""
-        await follow(self.plan(bucket) or ())
+        # Called by a subclass's own: what that adds is in its own plan, too, so the plan is the one of its base.
+        adds = [cls for cls in type(self).__mro__ if cls is not Stage and "__call__" in vars(cls)]
+        plan: Plan | None = super(adds[-1], self).plan(bucket) if adds else self.plan(bucket)  # type: ignore[arg-type]
+        if plan is None:
+            raise ConfigurationError(
+                f"plan() of {self!r} returned None, and its class has no coroutine to run in its place: give it "
+                "async def __call__(self, bucket), or return () for nothing to do"
+            )
+        await follow(plan)
 
     def plan(self, bucket: Bucket) -> Plan | None:
         """What the stage does with ``bucket`` in every pass, as functions without arguments; ``None``, the default: it

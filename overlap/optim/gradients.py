@@ -159,9 +159,12 @@ class PassGradients:
         try:
             yield
         finally:
+            replaced = [p for p, wrapper in opened if p.grad is not wrapper.plain]
             for parameter, wrapper in opened:
                 if parameter.grad is wrapper.plain:
                     parameter.grad = wrapper
+            if replaced:  # By a gradient in other strides.
+                self.wrap_grads()
 
     def take_replaced(self) -> list[Tensor]:
         """Parameters in whose ``.grad`` the loop has put something else than was handed over, each once; that counts as
@@ -283,7 +286,10 @@ class PassGradients:
 
     def clear_for_good(self) -> None:
         """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
-        self.clear_applied()
+        for parameter in [p for p in self.applied.values() if type(p.grad) is AppliedGradient]:
+            parameter.grad = None
+        for parameter in [p for p, noted, _ in self._left if p.grad is noted()]:
+            parameter.grad = None
         self._kept = None
         self.forget()
         self._cleared = []

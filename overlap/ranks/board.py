@@ -77,7 +77,7 @@ def _decide_nothing(values: list[Any]) -> None: ...
 
 
 class _Ranks:
-    """What the boards of one process group have in common; made by :meth:`of`, once a group.
+    """What the boards of one process group have in common; made by :meth:`for_group`, once a group.
 
     The usual store is a ``TCPStore``, which rank 0 or torchrun's agent hosts. A call of its client blocks for as long
     as the host is suspended, whatever its timeout, and so does every other thread that calls that client. So the

@@ -280,7 +280,7 @@ def trace_events(report: Report) -> Iterator[dict[str, Any]]:
             for bucket in step.buckets:
                 for number, activity in enumerate(bucket.activities):
                     shown = {"name": f"{activity.label} [bucket {bucket.index}]", "cat": activity.kind, "pid": rank}
-                    shown |= {"tid": 0, "id": f"{step.step}.{bucket.index}.{number}"}
+                    shown |= {"tid": 0, "id": f"{step.rank}.{step.step}.{bucket.index}.{number}"}
                     yield {"ph": "b", **shown, "ts": 1e3 * (start_ms + activity.start_ms)}
                     yield {"ph": "e", **shown, "ts": 1e3 * (start_ms + activity.end_ms)}
             start_ms += step.step_ms

@@ -47,8 +47,8 @@ dropped before the stage waits for a collective: workspace never exceeds the buc
 
 A non-finite element of M makes a row of its products non-finite, on the rank that has it and so in their mean. The last
 factor to be averaged says which matrices are finite: it is the same on all ranks, and so is the answer. A first one
-only has to become a basis, so its non-finite elements are zeroed, and any basis will do. Such a matrix comes out as
-NaN, and the memory drops what the whole pass has put into it.
+only has to become a basis, and any will do: its non-finite elements are zeroed, or a spare basis takes its place. Such
+a matrix comes out as NaN, and the memory drops the values that the whole pass has put into it.
 """
 
 from __future__ import annotations

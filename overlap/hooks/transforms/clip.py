@@ -142,6 +142,10 @@ class ClipGradNorm(WholePassTransform):
             )
         super().attach(context)
 
+    def before_backward(self, *, is_replay: bool) -> None:
+        super().before_backward(is_replay=is_replay)
+        self._parts = None
+
     def act(self, buckets: Sequence[Bucket]) -> Operation | None:
         assert self.context is not None, "a stage is attached before its first pass"
         seen: dict[Tensor, Tensor] = {}

@@ -17,7 +17,7 @@ from overlap.hooks.stage import Plan, Role, Stage, StageContext
 class Transform(Stage):
     """A stage that changes or reads local gradients, their mean or new parameters, depending on its place.
 
-    Subclasses use :meth:`seen`. One object stands in one place of one chain.
+    Subclasses use :meth:`inputs`. One object stands in one place of one chain.
 
     >>> class Halve(Transform):
     ...     async def __call__(self, bucket):
@@ -78,7 +78,7 @@ class Transform(Stage):
         ]
 
     def rank_unique_inputs(self, bucket: Bucket) -> Sequence[Tensor]:
-        """As :meth:`seen`, for a sum over ranks: gradients that all ranks have whole are empty on all but one."""
+        """As :meth:`inputs`, for a sum over ranks: gradients that all ranks have whole are empty on all but one."""
         seen = self.inputs(bucket)
         if bucket.group.rank() == 0:
             return seen

@@ -89,6 +89,8 @@ class StageMemory:
         # By kind and name, as the last step has left them; and what passes since have put in their place.
         self._committed: dict[tuple[str, str], Tensor] = {}
         self._tentative: dict[tuple[str, str], Tensor | None] = {}
+        # Whether one of several updates has left some of a pass tentative: then a bucket's memory is of two steps.
+        self._is_split = False
         self.counts: dict[str, int] = {}
         """Numbers that passes change, the same on all ranks."""
         self._committed_counts: dict[str, int] = {}
@@ -99,8 +101,11 @@ class StageMemory:
     # A pass.
 
     def begin(self) -> None:
-        """A pass begins, in which ranks have the same stages, so that they can make the groups of several machines."""
+        """A pass begins."""
         self.generator.begin()
+
+    def find_levels(self) -> None:
+        """Make the groups of several machines; called in a pass, in which ranks have the same stages."""
         if self._wire is not None and self._context is not None:
             self._levels = levels_of(self._context.group, self._context.device)
 
@@ -159,6 +164,7 @@ class StageMemory:
                 self._committed.pop(key, None)
             else:
                 self._committed[key] = value
+        self._is_split = bool(self._tentative)
         self.generator.settle(is_made=True)
         self._committed_counts = dict(self.counts)
 
@@ -180,7 +186,7 @@ class StageMemory:
 
     def _discard_where(self, found_inf: Tensor, keys: Sequence[tuple[str, str]]) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
-        is_whole = len(keys) == len(self._tentative)
+        is_whole = len(keys) == len(self._tentative) and not self._is_split
         for key in keys:
             new, old = self._tentative[key], self._committed.get(key)
             if new is not None and old is not None and old.shape == new.shape:
@@ -311,6 +317,7 @@ class StageWithMemory(Stage):
 
     def before_backward(self, *, is_replay: bool) -> None:
         self._memory.begin()
+        self._memory.find_levels()
 
     def commit(self, *, others: Collection[str] = ()) -> None:
         self._memory.commit(others)

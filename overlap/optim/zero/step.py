@@ -254,8 +254,10 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         parameters, gradients = self.gradients(own, layout, None)
         gather = () if self._gathers_in_forward else self.gathering(shards, bucket.group)
 
+        # First of all, so that gathers have the order of arrivals, as on a rank that runs the coroutine.
+        arrive = partial(self._note_arrived, bucket, layout)
+
         def update() -> Operation | None:
-            self._note_arrived(bucket, layout)
             self.lifecycle.gradients.reduced.update(layout.owned)
             if self.leaves_update:
                 self._largest.update(gradients)
@@ -268,7 +270,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
                 return self._vote(bucket) if bucket.is_last else None
             return gather[1]() if gather else None
 
-        return *exchange.reduction(own, shards), update, finish
+        return arrive, *exchange.reduction(own, shards), update, finish
 
     def gradients(
         self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None

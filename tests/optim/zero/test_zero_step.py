@@ -8,8 +8,9 @@ import torch
 from torch.distributed.algorithms.join import Join
 from zero_loops import ADAMW_OPTIONS, FORMS, register
 
+import overlap
 from benchmarks.host_cost import model_on
-from harness import assert_parity, on_ranks, plain_step, run_ranks, wrap
+from harness import assert_equal_ranks, assert_parity, on_ranks, plain_step, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
@@ -202,3 +203,34 @@ def test_a_forward_without_synchronization_before_a_step_that_is_due_is_refused(
             with ddp.no_sync(), torch.no_grad():
                 ddp(x)
             zero.step()
+
+
+@on_ranks(2, group_timeout_s=20)
+def test_under_join_gathers_have_one_order_beside_parameters_that_are_not_sharded(rank: int, world_size: int) -> None:
+    """A bucket with such has a reduction more, so that it may be updated after buckets that have arrived later."""
+    for options in ({"gather": "forward"}, {"deferred": True}):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        *sharded, last = ddp.parameters()
+        zero = ZeroRedundancyOptimizer(sharded, torch.optim.AdamW, overlap_with_ddp=True, **ADAMW_OPTIONS)
+        plain = torch.optim.SGD([last], lr=0.1)
+        chain(ZeroStep(zero, **options)).register(ddp)
+        with overlap.Join([ddp, zero, plain]) as join:
+            for batch in join.iterate(MLP.batches(rank, steps=4 + rank)):
+                zero.zero_grad()
+                plain.zero_grad()
+                mean_squared_error(ddp, batch).backward()
+                zero.step()
+                plain.step()
+        zero.wait()
+        assert_equal_ranks(list(ddp.parameters()), what=str(options))
+
+
+@on_ranks(2)
+def test_a_step_after_its_registration_was_removed_is_an_error(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW_OPTIONS)
+    registration = chain(ZeroStep(zero, deferred=True)).register(ddp)
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    registration.remove()
+    with pytest.raises(TrainingLoopError):
+        zero.step()
