@@ -174,7 +174,7 @@ def test_gathers_in_the_next_forward(rank: int, world_size: int) -> None:
     chain(ZeroStep(zero, gather="forward")).register(ddp)
     (stage,) = zero.updates
     gathering = stage.gathering  # type: ignore[attr-defined]
-    stage.gathering = lambda shards: (*gathering(shards), lambda: time.sleep(0.05))  # type: ignore[attr-defined]
+    stage.gathering = lambda shards, group: (*gathering(shards, group), lambda: time.sleep(0.05))  # type: ignore[attr-defined]
     with Timeline(ddp) as timeline:
         for step in range(5):
             ddp(torch.ones(2, 16) * step).square().mean().backward()

@@ -205,7 +205,7 @@ def _leaves_after_a_failed_gather(rank: int, world_size: int) -> None:
     ddp = wrap(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), bucket_cap_mb=1)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
 
-    def fails(shards: Any) -> Any:
+    def fails(shards: Any, group: Any) -> Any:
         raise RuntimeError("injected")
 
     def run() -> None:

@@ -156,7 +156,7 @@ class World:
         while any(operation is not None for operation in pending):
             assert all(operation is not None for operation in pending), "ranks issue different collectives"
             collective = _Collective(len(self.stages))
-            channels: Any = SimpleNamespace(of=lambda group, collective=collective: collective)
+            channels: Any = SimpleNamespace(for_group=lambda group, collective=collective: collective)
             for operation in pending:
                 operation.launch(channels)  # type: ignore[union-attr]
             self.sent_bytes += [operation.sent_bytes for operation in pending[:1]]  # type: ignore[union-attr]

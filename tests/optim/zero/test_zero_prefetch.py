@@ -47,7 +47,11 @@ class _Loop:
         def count() -> None:
             self.gathered += 1
 
-        self.stage.gathering = lambda shards: (lambda: time.sleep(gather_s), *gathering(shards), count)
+        self.stage.gathering = lambda shards, group: (
+            lambda: time.sleep(gather_s),
+            *gathering(shards, group),
+            count,
+        )
 
     @property
     def module(self) -> Any:
@@ -150,7 +154,7 @@ def test_the_error_of_a_failed_gather_stays_until_the_parameters_are_loaded(rank
     loop = _Loop(rank, is_plain=False)
     zero = loop.optimizer
 
-    def bad(shards: Any) -> Any:
+    def bad(shards: Any, group: Any) -> Any:
         raise ValueError("lost")
 
     for step in range(2):
