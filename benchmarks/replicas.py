@@ -1,4 +1,4 @@
-"""What a reducer between replicas sends, and what it costs in loss: a small GPT under HSDP, on 2 replicas of 2 shards.
+"""Bytes that a reducer sends between replicas, and its loss: a small GPT under HSDP, on 2 replicas of 2 shards.
 
     python -m benchmarks.replicas [--steps 200] [--seeds 0 1 2] [--only TEXT] [--into docs/guides/sharded-models.md]
 

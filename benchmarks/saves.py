@@ -1,4 +1,4 @@
-"""What saving and loading a run takes of a rank's memory and on disk, and what planning takes at many ranks.
+"""The memory and disk space that saving and loading a run take, and the cost of planning a save at many ranks.
 
     python -m benchmarks.saves [--ranks 2 6] [--layers 14] [--simulated 512]
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--simulated", type=int, default=512)
     options = parser.parse_args()
-    os.environ.update(MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="65536")  # What is freed is given back.
+    os.environ.update(MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="65536")  # Freed memory is given back.
     print("| ranks | MiB of a rank's state |", " | ".join(COLUMNS), "|\n|", " | ".join(["--:"] * 7), "|")
     for ranks in options.ranks:
         folder = tempfile.mkdtemp()

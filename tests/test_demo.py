@@ -35,13 +35,19 @@ def _options(*typed: str) -> argparse.Namespace:
     return parser.parse_args(["--images", "64", "--epochs", "1", "--image-size", "8", *typed])
 
 
+def _equal_runs(*typed: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command's output, after a comparison that found the same bits."""
+    command = [sys.executable, "-m", "overlap", "demo", *typed]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Equal: parameters, optimizer state and buffers are the same in every bit." in done.stdout
+    return done
+
+
 def test_two_ranks_end_up_equal(tmp_path: Path) -> None:
     # As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.
     tiny = ["--images", "128", "--epochs", "1", "--image-size", "8", "--seed", "3"]
-    typed = [sys.executable, "-m", "overlap", "demo", *tiny, "--output", tmp_path]
-    done = subprocess.run(typed, check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Equal: parameters, optimizer state and buffers are the same in every bit." in done.stdout
+    done = _equal_runs(*tiny, "--output", tmp_path)
     assert "step/s" in done.stderr
     (accuracies,) = re.findall(r"accuracy on the test split +(\S+) +(\S+)", done.stdout)
     (step_ms,) = re.findall(r"step, median +(\S+) ms +(\S+) ms", done.stdout)
@@ -59,10 +65,7 @@ needs_namespaces = pytest.mark.skipif(not _CAN_LINK, reason="network namespaces 
 def test_on_a_link_a_compressing_chain_is_trained_too(tmp_path: Path) -> None:
     # In one step each rank sends 45 MB of gradients.
     tiny = ["--images", "64", "--epochs", "1", "--image-size", "8", "--link", "400mbit"]
-    typed = [sys.executable, "-m", "overlap", "demo", *tiny, "--output", tmp_path]
-    done = subprocess.run(typed, check=False, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Equal: parameters, optimizer state and buffers are the same in every bit." in done.stdout
+    done = _equal_runs(*tiny, "--output", tmp_path)
     (step_ms,) = re.findall(r"step, median +(\S+) ms +(\S+) ms +(\S+) ms", done.stdout)
     assert all(float(ms) > 8e3 * 40 / 400 for ms in step_ms[:2]) and float(step_ms[2]) > 8e3 * 10 / 400
     assert "On links of 400mbit chain(Quantize(Int8()), Step(SGD, interleaved)) takes" in done.stdout

@@ -28,7 +28,7 @@ class StatesOfRanks(Sequence[Any]):
 
 
 def under(states: Sequence[Any], key: str) -> Sequence[Any]:
-    """What each of the ``states`` has under ``key``; an empty dict where it has nothing."""
+    """The value that each of the ``states`` has under ``key``; an empty dict where it has none."""
     if isinstance(states, StatesOfRanks):
         return StatesOfRanks(len(states), lambda rank: states[rank].get(key, {}))
     return [state.get(key, {}) for state in states]
@@ -63,7 +63,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def memory_is_saved() -> None:
-    """The loop, or its framework, saves what stages remember beside its optimizers."""
+    """The loop, or its framework, saves the memory of stages beside its optimizers."""
     global _is_told
     _is_told = True
 

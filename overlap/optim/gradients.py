@@ -253,7 +253,7 @@ class PassGradients:
         there = (p for p in self.applied.values() if p.grad is not None and id(p) not in left)
         return any(type(p.grad) is not AppliedGradient for p in there)
 
-    def clear_applied(self, *, is_replay: bool = False) -> None:
+    def clear_applied(self, *, is_replay: bool) -> None:
         """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
         has put them there, and not the loop. What the loop has put there or zeroed stays."""
         cleared = (self._take() if self._handed.parameters else []) + (
