@@ -103,6 +103,11 @@ class FunctionalStep:
             self._known = known
             self._runs.clear()
 
+    def forget(self) -> None:
+        """State is about to be replaced: hold none of it, which would be in memory twice until the next step."""
+        self._known = []
+        self._runs.clear()
+
     def _call_of(self, group: Mapping[str, Any]) -> _Call | None:
         lr, is_fused = group["lr"], bool(group["fused"])
         if group["differentiable"] or group.get("capturable") or (group["foreach"] and isinstance(lr, Tensor)):

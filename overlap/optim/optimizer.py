@@ -343,6 +343,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         warn_of_stages(self.updates)
         for update in self.updates:
             update.lifecycle.check(Event.LOAD)
+        self.stepper.forget_state()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -232,6 +232,10 @@ class SubsetStepper:
             self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
         self._kernels.refresh(self.layout)
 
+    def forget_state(self) -> None:
+        """Hold none of the optimizer's state, which is about to be replaced."""
+        self._kernels.forget()
+
 
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
     """One ``step(**arguments)`` of ``optimizer`` itself, with its hooks and the gradients in ``.grad``."""

@@ -3,6 +3,8 @@ whatever the loop does to groups and state between steps: without DDP, and a few
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -227,6 +229,9 @@ def test_every_form_equals_plain_ddp_also_after_loading(rank: int, world_size: i
                     for entry in saved["state"].values():
                         entry.update({key: value / 2 for key, value in entry.items()})
                     plain.load_state_dict(copy.deepcopy(saved))
+                    replaced = [weakref.ref(tensor) for entry in optimizer.state.values() for tensor in entry.values()]
                     optimizer.load_state_dict(saved)
+                    gc.collect()
+                    assert replaced and not any(tensor() is not None for tensor in replaced), "state is held twice"
                 what = f"{name}, {kernels}, {form}, step {step}"
                 assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=what)

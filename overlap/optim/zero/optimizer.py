@@ -714,6 +714,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         for stage in self.updates:
             stage.lifecycle.check(Event.LOAD)
             stage.wait(raises=False)
+        self._stepper.forget_state()
         self.consolidated.clear()
 
     def sharded_state(self) -> ShardedState:
