@@ -239,7 +239,10 @@ MUTANTS: dict[str, Mutant] = {
         "loops/test_loops.py -k LambdaLR",
     ),
     "lists for kernels stay as they are when the state was replaced": Mutant(
-        "optim/kernels.py", "self._runs.clear()", "pass", "optim/test_kernels.py -k Nesterov"
+        "optim/kernels.py",
+        "self._known = known\n            self._runs.clear()",
+        "self._known = known",
+        "optim/test_kernels.py -k Nesterov",
     ),
     "unused parameters are updated": Mutant(
         "optim/step.py", "if used is not None:", "if used == []:", "loops/test_loops.py -k 'by and turns'"
