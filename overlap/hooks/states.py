@@ -68,9 +68,9 @@ def memory_is_saved() -> None:
     _is_told = True
 
 
-def warn_of_memory(has_memory: Callable[[], bool], memory: str) -> None:
+def warn_of_memory(has_memory: Callable[[], bool], memory: str, *, stacklevel: int = 3) -> None:
     """An optimizer's state is saved or loaded by itself: warn, once in a process, of the ``memory`` that is not in it,
-    where there is such."""
+    where there is such; ``stacklevel`` is that of ``warnings.warn``."""
     if _is_told or not _are_copied or not has_memory():
         return
     memory_is_saved()
@@ -78,5 +78,5 @@ def warn_of_memory(has_memory: Callable[[], bool], memory: str) -> None:
         f"{memory} is not in the state of the optimizer, and a run that resumes without it gives other results: save "
         "with overlap.save(folder, ddp, optimizer) on every rank, and load with overlap.load(folder, ddp, optimizer)",
         UserWarning,
-        stacklevel=4,
+        stacklevel=stacklevel,
     )

@@ -46,7 +46,7 @@ def warn_of_stages(updates: Sequence[Update[Any]]) -> None:
         with uncopied():
             return any(one is not None and one.stage.state_dict() for one in registrations)
 
-    warn_of_memory(has_memory, "the memory of the registered stages")
+    warn_of_memory(has_memory, "the memory of the registered stages", stacklevel=4)
 
 
 def evaluated(closure: Callable[[], Any]) -> Any:

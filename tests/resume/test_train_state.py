@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import io
+import linecache
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -348,6 +349,8 @@ def _warns(rank: int, folder: Path) -> None:
                 call()
         texts = [str(one.message) for one in found]
         assert all("save with overlap.save(folder, ddp, optimizer) on every rank" in text for text in texts), texts
+        lines = [linecache.getline(one.filename, one.lineno).strip() for one in found]
+        assert all(line == "call()" or "lambda" in line for line in lines), f"at the line that saves or loads: {lines}"
         return len(texts)
 
     ddp, optimizer = _overlapped(rank)
