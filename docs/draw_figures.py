@@ -126,7 +126,6 @@ def figures() -> dict[str, str]:
                 "AllReduce": ("ddp", "AllReduce()"),
                 "ZeroStep": ("first", "ZeroStep(zero)"),
                 re.escape("Quantize(Int8())"): ("second", "Quantize(Int8())"),
-                re.escape("GatherQuantized(512)"): ("torch", "GatherQuantized(512)"),
             },
         ),
     }

@@ -324,11 +324,11 @@ MUTANTS: dict[str, Mutant] = {
         "fragment = 0",
         _AVERAGES,
     ),
-    "the shortest period of a hierarchy counts": Mutant(
+    "the warm-up of an averager is left out": Mutant(
         "optim/local_sgd/torch_names.py",
-        "groups[due[-1]]",
-        "groups[due[0]]",
-        "optim/local_sgd/test_local_sgd_torch_names.py -k four",
+        "if step >= self.warmup_steps and (step",
+        "if (step",
+        "optim/local_sgd/test_local_sgd_torch_names.py -k pytorchs",
     ),
     "the outer optimizer makes no step": Mutant(
         "optim/local_sgd/averager.py", "step_whole(self.outer)", "copy_all(anchors, means)", _AVERAGES
