@@ -150,7 +150,7 @@ def bars() -> dict[str, str]:
             "ms",
         ),
         "step-times.svg": picture(
-            "A step of ResNet-18 (11.2 M), 2 CPU processes, 1 Gbit/s",
+            "A step of ResNet-18 (11.7 M), 2 CPU processes, 1 Gbit/s",
             [
                 line(*step, "ddp-sgd", "ddp", "DDP"),
                 line(*step, "torch-fp16", "torch", "PyTorch's fp16 hook"),
