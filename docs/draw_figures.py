@@ -116,7 +116,7 @@ def curves(title: str, page: str, heading: str, names: dict[str, tuple[str, str]
 
 
 def figures() -> dict[str, str]:
-    scale = ("scale.md", "<!-- scale -->")
+    scale = ("reports/scale.md", "<!-- scale -->")
     return {
         **bars(),
         "scale.svg": curves(
