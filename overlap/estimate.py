@@ -128,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for one in fields(Job):
         name, words = f"--{one.name.replace('_', '-')}", one.metadata["help"]
         if isinstance(one.default, bool):
-            parser.add_argument(name, action="store_true", help=words)
+            parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=words)
             continue
         kind, default = (float, argparse.SUPPRESS) if one.default is None else (type(one.default), one.default)
         parser.add_argument(name, type=kind, default=default, help=words)
