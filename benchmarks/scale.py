@@ -1,6 +1,6 @@
 """The work and the memory of one rank on an accelerator against the number of ranks, measured without one.
 
-    python -m benchmarks.scale [--ranks 8 64 512 4096] [--buckets 4] [--only TEXT] [--into docs/scale.md]
+    python -m benchmarks.scale [--ranks 8 64 512 4096] [--buckets 4] [--only TEXT] [--into docs/reports/scale.md]
 
 As `benchmarks.host_cost`: PyTorch's fake process group stands for the ranks, streams do nothing, collectives are free.
 So it shows the host's side alone: Python calls and operators of a bucket, Python's tensors that are kept for it and in
