@@ -340,7 +340,7 @@ def _warns(rank: int, folder: Path) -> None:
     """Once, where the memory of stages is not saved with the state of an optimizer."""
 
     def told(*calls: Callable[[], Any]) -> int:
-        states._is_told = False
+        states._needs_no_warning = False
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             for call in calls * 2:
