@@ -197,10 +197,22 @@ def test_the_grid_of_estimates_is_what_the_command_prints() -> None:
 
 def test_the_estimate_of_the_front_page_is_that_of_its_command() -> None:
     chains = {chain.name: chain for chain in estimate.CHAINS}
-    job = estimate.Job(link_gbit=10, machines=2)
-    assert (job.ranks_a_machine, job.tokens) == (8, 8192)
-    ratio = estimate.step_ms(job, chains["DDP"]) / estimate.step_ms(job, chains["Quantize(Int8())"])
-    assert f"`Quantize(Int8())` is estimated to be {ratio:.1f} times as fast" in (ROOT / "README.md").read_text()
+    ratios = []
+    for microbatches in (1, 8):
+        job = estimate.Job(link_gbit=10, machines=2, microbatches=microbatches)
+        assert (job.ranks_a_machine, job.tokens) == (8, 8192)
+        plain = estimate.step_ms(job, chains["DDP"])
+        ratios += [
+            f"{plain / estimate.step_ms(job, chains[name]):.1f}" for name in ("Quantize(Int8())", "Cast(bfloat16)")
+        ]
+    int8, bfloat16, int8_of_many, bfloat16_of_many = ratios
+    front = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        f"`Quantize(Int8())` is estimated to be {int8} times as fast as DDP, and a bfloat16 hook {bfloat16} times"
+        in front
+    )
+    assert f"with eight times the tokens {int8_of_many} and {bfloat16_of_many}." in front
+    assert f"65,536: `Int8` {int8_of_many})" in (DOCS / "choose.md").read_text()
 
 
 @pytest.mark.parametrize("run", ["The run of the front page", "An earlier run of the front page's command"])
