@@ -70,7 +70,7 @@ class Chain:
     """On a CPU, the processor's time for each gradient: buckets, codec and sockets, of two ranks on links of 1 Gbit/s.
     By ``python -m benchmarks.estimates --cpu 3`` (AMD EPYC, 2 cores, torch 2.13.0+cpu; medians of six ranks, which
     ranged over 6.8 to 8.8 for DDP, 5.0 to 7.9 for 16 bits, 7.0 to 9.5, 10.6 to 12.8 and 7.6 to 9.0 for the next
-    three). Of the 7.5 of 8 bits the codec itself takes 2.4."""
+    three)."""
     is_sharded: bool = False
     """Whether each rank updates its part of the parameters."""
     is_hybrid: bool = False
@@ -132,7 +132,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         kind, default = (float, argparse.SUPPRESS) if one.default is None else (type(one.default), one.default)
         parser.add_argument(name, type=kind, default=default, help=words)
-    parser.epilog = "Launches and latencies are left out. Agrees with docs/benchmarks.md within a quarter."
+    parser.epilog = (
+        "Launches and latencies are left out. With --cpu it agrees with docs/reports/step-times.md within a quarter."
+    )
 
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -141,6 +143,8 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if bad := [name for name, value in given.items() if value <= 0 and not isinstance(value, bool)]:
         raise ConfigurationError(f"--{bad[0].replace('_', '-')} must be more than 0")
     job = Job(**given)
+    if job.cpu and job.compute_ms is None:
+        raise ConfigurationError("--cpu needs --compute-ms, as measured without communication, and --memory-gb 8 or so")
     plain = step_ms(job, CHAINS[0])
     print(f"{'chain':48}{'ms a step':>10}{'as fast':>9}")
     for chain in CHAINS:

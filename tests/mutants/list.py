@@ -328,7 +328,7 @@ MUTANTS: dict[str, Mutant] = {
         "optim/local_sgd/torch_names.py",
         "if step >= self.warmup_steps and (step",
         "if (step",
-        "optim/local_sgd/test_local_sgd_torch_names.py -k pytorchs",
+        "optim/local_sgd/test_local_sgd_torch_names.py -k two_ranks",
     ),
     "the outer optimizer makes no step": Mutant(
         "optim/local_sgd/averager.py", "step_whole(self.outer)", "copy_all(anchors, means)", _AVERAGES

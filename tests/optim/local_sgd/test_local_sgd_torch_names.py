@@ -20,7 +20,7 @@ from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import ConfigurationError, Step, chain
 from overlap._torch import classes
-from overlap.hooks import PostLocal, PostLocalSGDState, post_localSGD_hook
+from overlap.hooks import PostLocal, PostLocalSGDState, noop_hook, post_localSGD_hook
 from overlap.optim.local_sgd import (
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
@@ -240,8 +240,13 @@ def test_hook_and_optimizer_do_what_pytorchs_do(rank: int, world_size: int) -> N
             )  # fmt: skip
         assert ours[0].iter == ours[1].iter == state.iter == 4
     # An averager of PyTorch's, too.
-    theirs_in_theirs, theirs_in_ours = (
-        train(lambda ddp: None, lambda inner, make=make: make(inner, HierarchicalModelAverager({2: 2, 4: 4})))
-        for make in (classes.PostLocalSGDOptimizer, PostLocalSGDOptimizer)
+    alone, theirs_in_theirs, theirs_in_ours = (
+        train(lambda ddp: ddp.register_comm_hook(None, noop_hook), make)
+        for make in (
+            lambda inner: inner,
+            lambda inner: classes.PostLocalSGDOptimizer(inner, HierarchicalModelAverager({2: 2, 4: 4})),
+            lambda inner: PostLocalSGDOptimizer(inner, HierarchicalModelAverager({2: 2, 4: 4})),
+        )
     )
     assert_parity(theirs_in_ours, theirs_in_theirs, what="a hierarchy")
+    assert any(not torch.equal(value, alone[-1][name]) for name, value in theirs_in_ours[-1].items())
