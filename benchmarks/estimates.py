@@ -3,8 +3,8 @@
     python -m benchmarks.estimates [--cpu 3]
 
 `--cpu` prints, from so many runs, the nanoseconds that a rank's process works for each gradient beyond a forward and
-backward pass inside `no_sync`: copies into and out of buckets, codecs, and what Gloo's threads and the kernel do to
-send. ResNet-18 on two ranks of one thread, links of 1 Gbit/s where they can be had. It is CPU time, so other work on
+backward pass inside `no_sync`: copies into and out of buckets, codecs, and the work of Gloo's threads and the kernel
+to send. ResNet-18 on two ranks of one thread, links of 1 Gbit/s where they can be had. It is CPU time, so other work on
 the machine hardly counts.
 """
 

@@ -83,7 +83,7 @@ CHAINS = (
     Chain(name="Quantize(Int8())", backward=0.253, codec_bytes=12, cpu_ns=7.5),
     Chain(name="Quantize(Int4(), error_feedback=True)", backward=0.128, codec_bytes=24, cpu_ns=12.5),
     Chain(name="PowerSGD(rank=4)", backward=1 / 64, codec_bytes=19, cpu_ns=8.2),
-    Chain(name="LocalSGD(period=8)", blocking=1 / 8, cpu_ns=7.6 / 8),
+    Chain(name="LocalSGD(period=8)", blocking=1 / 8, cpu_ns=Chain.cpu_ns / 8),
     Chain(name="ZeroStep(gather='forward')", backward=0.5, forward=0.5, is_sharded=True),
     Chain(
         name="Quantize(Int8()), ZeroStep(gather='forward')",
@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints a row for each chain."""
     given = vars(options)
-    if bad := [name for name, value in given.items() if value <= 0 and not isinstance(value, bool)]:
+    if bad := [name for name, value in given.items() if value <= 0]:
         raise ConfigurationError(f"--{bad[0].replace('_', '-')} must be more than 0")
     job = Job(**given)
     if job.cpu and job.compute_ms is None:
