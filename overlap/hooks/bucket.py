@@ -35,7 +35,7 @@ class Bucket:
     index: int
     """Position in the backward pass: 0 is the first bucket."""
     is_last: bool
-    """Whether this is the last bucket of the backward pass."""
+    """Whether this is the last bucket of the backward pass; always ``False`` under FSDP, which does not tell."""
     buffer: Tensor
     """Flat gradients, shape ``(numel,)``: at first this rank's own, after the reducer the mean over ranks."""
     parameters: tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class Bucket:
     """The process group that the model trains on; the default group of a stage's collectives."""
     divisor: int
     """The sum of gradients over ``group``, divided by this, is their mean. It is 1 behind ``DivideByCount``, which has
-    divided."""
+    divided, and where FSDP divides the sum by itself."""
     step: int
     """Number of backward passes before this one."""
     is_replay: bool = False

@@ -208,10 +208,10 @@ class Stage:
         called before the next forward."""
 
     def discard(self, *, found_inf: Tensor | None = None, others: Collection[str] = ()) -> None:
-        """Called in place of :meth:`commit` where the step is not made, on all ranks alike: the memory is to be as the
-        last step has left it. The loop has discarded the gradients, the pass has failed, or gradients are not finite.
-        On an accelerator the last is so where ``found_inf``, a 0-dimensional bool, is given and true; :meth:`commit`
-        follows in any case."""
+        """Called on the training thread when the step is not made, on all ranks alike, because the loop has discarded
+        the gradients, the pass has failed, or gradients are not finite: the memory is to be as the last step has left
+        it, but for ``others``. ``found_inf``, a 0-dimensional bool of an accelerator, is given where the host does not
+        know: the step is not made if it is true. Where the loop has called ``step()``, :meth:`commit` follows."""
 
     def state_dict(self) -> dict[str, Any]:
         """The stage's memory between steps on this rank: tensors and plain values by name. By default those of

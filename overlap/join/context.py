@@ -648,8 +648,9 @@ def gradient_divisor(group: dist.ProcessGroup, *, within: dist.ProcessGroup | No
     """The number by which a sum of gradients over ``group`` is divided.
 
     That is the group's size, or under ``Join(..., divide_by_initial_world_size=False)`` the number of ranks that still
-    have inputs. It is the same on every rank, also on those without inputs. Every reducer divides by
-    ``bucket.divisor``, which is set from here alone.
+    have inputs. It is the same on every rank, also on those without inputs. Reducers divide by
+    ``bucket.divisor``, which is this, but 1 where another divides: behind ``DivideByCount``, and where FSDP asks for a
+    sum (``hooks/meshes.py``).
 
     Args:
         group: the ranks whose gradients are added up.

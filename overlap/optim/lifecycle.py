@@ -232,8 +232,9 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
 class Form:
     """When and how one update is made, and the names of its remedies in messages.
 
-    *Interleaved*: each bucket is updated as soon as it is reduced, in backward. *Deferred*: all are updated at once, by
-    the loop's ``step()``, or if *automatic*, with the last bucket. A loop calls no ``step()`` of automatic updates.
+    *Interleaved*: in backward, a bucket that is reduced is updated when the next one arrives. *Deferred*: all are
+    updated at once, by the loop's ``step()``, or if *automatic*, with the last bucket. A loop calls no ``step()`` of
+    automatic updates.
     """
 
     call: str

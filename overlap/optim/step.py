@@ -38,9 +38,9 @@ class StepLayout(BucketLayout):
 class Step(Update[StepLayout]):
     """Updates parameters with the averaged gradients of their bucket, on every rank alike.
 
-    *Interleaved* (default): each bucket's parameters are updated as soon as it is reduced, while backward still
-    computes the next ones. *Deferred*: all are updated at once, when all gradients are there, as ``GradScaler``, edits
-    of ``.grad`` by the loop, step pre-hooks and optimizers that are neither known nor declared (see
+    *Interleaved* (default): the parameters of a bucket that is reduced are updated when the next bucket arrives, while
+    backward still computes more. *Deferred*: all are updated at once, when all gradients are there, as ``GradScaler``,
+    edits of ``.grad`` by the loop, step pre-hooks and optimizers that are neither known nor declared (see
     :func:`overlap.declare`) need.
 
     Given an :class:`OverlappedOptimizer`, the loop calls its ``step()``: after each backward where updates are

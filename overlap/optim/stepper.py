@@ -211,6 +211,9 @@ class SubsetStepper:
 
     def _split(self, key: tuple[int, ...], parameters: Sequence[Tensor]) -> Split:
         """``parameters``, of these ids, by the place of their group; it is kept."""
+        if len(self._splits) > 2 * len(self._places):  # More than one step can have: other parts in every step.
+            self._splits.clear()
+            self._kernels.forget()
         members: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             members.setdefault(self._places[id(parameter)], []).append(parameter)

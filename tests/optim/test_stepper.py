@@ -34,6 +34,23 @@ def test_a_part_is_stepped_with_the_rate_of_now() -> None:
     assert parameter.item() == -1.5
 
 
+def test_parts_that_differ_in_every_step_are_not_all_kept() -> None:
+    """As with sub-networks drawn at random: each of 2**8 parts of eight parameters."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(8)]
+    optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.0)
+    stepper = SubsetStepper(optimizer)
+    counts = [0] * 8
+    for drawn in range(1, 2**8):
+        part = [place for place in range(8) if drawn >> place & 1]
+        stepper.begin()
+        stepper.step([parameters[place] for place in part], [torch.ones(1)] * len(part))
+        stepper.finish()
+        for place in part:
+            counts[place] += 1
+    assert [optimizer.state[one]["step"].item() for one in parameters] == counts
+    assert len(stepper._splits) <= 17 and len(stepper._kernels._runs) <= 17
+
+
 def test_a_group_of_which_nothing_is_stepped_counts_with_the_others() -> None:
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = Counting([{"params": [first]}, {"params": [second]}])

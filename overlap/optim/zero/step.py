@@ -556,7 +556,7 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> StageHook:
-    """As :func:`hook_with_zero_step`, with each bucket updated and gathered as soon as it is reduced.
+    """As :func:`hook_with_zero_step`, with each bucket updated and gathered in backward.
 
     >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
     >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
