@@ -21,7 +21,6 @@ ASKED_FOR = {
     "_delay_all_reduce_params",
     "_devices",
     "_in_backward_optimizers",
-    "_reduce_scatter_base",
     "_need_device_dtype_check_for_fused",
     "_schema",
     "_st_info",

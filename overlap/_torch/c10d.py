@@ -26,12 +26,6 @@ from overlap._torch.foreach import add_all
 
 __all__ = ["GradBucket", "PrefixStore", "TCPStore"]
 
-# Methods of a group, renamed in torch 2.13.
-_IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
-_ALL_GATHER = "all_gather_single" if _IS_RENAMED else "_allgather_base"
-_REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
-_ALL_TO_ALL = "all_to_all_single" if _IS_RENAMED else "alltoall_base"
-
 _CPU = torch.device("cpu")
 _POLL_INTERVAL_S = 0.002
 _IDLE_S = 0.05
@@ -239,10 +233,10 @@ class GroupChannel:
         return [self._group.allreduce([tensor], options)]
 
     def all_gather(self, output: Tensor, input: Tensor) -> list[Any]:
-        return [getattr(self._group, _ALL_GATHER)(output, input, _OF_GATHER)]
+        return [self._group.all_gather_single(output, input, _OF_GATHER)]
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
-        return [getattr(self._group, _REDUCE_SCATTER)(output, input, _OF_SCATTER)]
+        return [self._group.reduce_scatter_single(output, input, _OF_SCATTER)]
 
     def send_recv(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:
         operations = [
@@ -257,7 +251,7 @@ class GroupChannel:
 
     def all_to_all(self, outputs: Tensor, inputs: Tensor) -> list[Any]:
         """Send ``inputs[r]`` to each rank ``r`` and receive from it into ``outputs[r]``, by one collective."""
-        return [getattr(self._group, _ALL_TO_ALL)(outputs, inputs, [], [], _OF_ALL_TO_ALL)]
+        return [self._group.all_to_all_single(outputs, inputs, [], [], _OF_ALL_TO_ALL)]
 
     def each(self, name: str, tensors: Sequence[tuple[Tensor, int]]) -> list[Any]:
         """``"reduce"`` each tensor to its rank, or ``"broadcast"`` it from there, by one launch if the backend can."""

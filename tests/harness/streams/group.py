@@ -124,7 +124,7 @@ class StreamGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._run("_reduce_scatter_base", [output], [input], output, input, opts)
 
-    # PyTorch 2.13 renamed them; both names are dispatched to.
+    # Both names are dispatched to.
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
 
