@@ -104,7 +104,7 @@ fmt: $(installed)
 	$(bin)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(with_frameworks) .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache overlap-demo overlap-race overlap-gpu overlap-soak dist site
+	rm -rf $(VENV) .venv-torch-* $(with_frameworks) .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache overlap-race overlap-gpu overlap-soak dist site
 
 # Once, and again only when what is to be installed changes: nothing else here uses the network. torch comes first
 # and alone, so that pip takes the build that this machine offers, and torchvision without its wish for another.

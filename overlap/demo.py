@@ -86,7 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--image-size", type=_whole_number(8, 224), default=32, help="side in pixels; the digits have 8")
     add("--link", default=argparse.SUPPRESS, metavar="SPEED",
         help="join the ranks by links of this speed, such as 1gbit (Linux, root), and compress, too")  # fmt: skip
-    add("--output", type=Path, default=Path("overlap-demo"), metavar="DIR", help="where loss.png is saved")
 
 
 def _whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -102,7 +101,7 @@ def _whole_number(least: int, most: int) -> Callable[[str], int]:
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Starts the ranks, or is one of them: returns 0 if the two runs agree as far as they must."""
-    require_extra("demo", "torchvision", "sklearn", "matplotlib")
+    require_extra("demo", "torchvision", "sklearn")
     asked = getattr(options, "ranks", None)
     launched = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
     if launched and asked not in (None, launched):
@@ -113,10 +112,6 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             f"{options.images} images are not a batch of {_BATCH_SIZE} on each of {ranks} ranks: give "
             f"--images {_BATCH_SIZE * ranks} or more, or fewer --ranks"
         )
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"cannot make the folder {options.output}: {error.strerror}") from None
     link = getattr(options, "link", None)
     bytes_per_s = None if link is None else _link.parse_bandwidth(link)
     if not launched:
@@ -252,13 +247,11 @@ class TrainingRun:
     # The one that the training loop steps and the learning rate's schedule changes.
     optimizer: Optimizer
     scheduler: LRScheduler
-    # This rank's, of its own batch before the step.
-    losses: list[Tensor] = field(default_factory=list)
     # From a step to the next, which counts everything that a step leaves running.
     steps_ms: list[float] = field(default_factory=list)
 
-    def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]], progress: tqdm[None]) -> None:
-        """One pass over this rank's batches."""
+    def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]], progress: tqdm[None]) -> Tensor:
+        """One pass over this rank's batches. Returns its loss of the last one, before the step."""
         clock = clock_for(next(self.ddp.parameters()).device)
         marks: list[Any] = []
         for images, labels in batches:
@@ -268,12 +261,11 @@ class TrainingRun:
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
-            # Left where it is: reading it here would wait for the GPU, averaging it for the other ranks.
-            self.losses.append(loss.detach())
             progress.update()
         marks.append(clock.now())
         clock.settle()
         self.steps_ms.extend(clock.elapsed_ms(before, after) for before, after in itertools.pairwise(marks))
+        return loss.detach()
 
 
 def _steps_per_epoch(options: argparse.Namespace) -> int:
@@ -327,6 +319,7 @@ def train_and_compare(options: argparse.Namespace, device: torch.device) -> dict
         )
         for run in runs:
             print(f"{run.name + ':':12}{run.chain}", flush=True)
+    losses: dict[str, Tensor] = {}
     # A log file gets a line now and then, a terminal a bar that moves.
     interval_s = 0.2 if sys.stderr.isatty() else 15.0
     total = options.epochs * steps * len(runs)
@@ -335,7 +328,9 @@ def train_and_compare(options: argparse.Namespace, device: torch.device) -> dict
         for epoch, run in itertools.product(range(options.epochs), runs):
             progress.set_description(f"epoch {epoch + 1}/{options.epochs}, {run.name:10}", refresh=False)
             batches = shard(digits, epoch=epoch, seed=options.seed, rank=rank, ranks=ranks, batch_size=_BATCH_SIZE)
-            run.train_epoch(batches, progress)
+            losses[run.name] = run.train_epoch(batches, progress)
+    for loss in losses.values():
+        dist.all_reduce(loss)
     differences = _compare(*runs[:2])
     results: dict[str, dict[str, Any]] = {
         run.name: {
@@ -343,7 +338,7 @@ def train_and_compare(options: argparse.Namespace, device: torch.device) -> dict
             # DDP broadcasts the running statistics of rank 0, so its model is evaluated.
             "accuracy": accuracy(run, digits) if rank == 0 else 0.0,
             "step_ms": statistics.median(run.steps_ms),
-            "losses": _mean_losses(run),
+            "loss": float(losses[run.name]) / ranks,
         }
         for run in runs
     }
@@ -366,13 +361,6 @@ def accuracy(run: TrainingRun, digits: Digits) -> float:
             for images, labels in zip(digits.test_images.split(90), digits.test_labels.split(90), strict=True)
         )
     return right / len(digits.test_labels)
-
-
-def _mean_losses(run: TrainingRun) -> list[float]:
-    """The loss of every step, over all ranks: one all-reduce for all of them, after the training."""
-    losses = torch.stack(run.losses)
-    dist.all_reduce(losses)
-    return [float(loss) for loss in losses / dist.get_world_size()]
 
 
 # The comparison ------------------------------------------------------------------------------------------------
@@ -410,11 +398,9 @@ def largest_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> f
 
 
 def present(results: Mapping[str, Any], options: argparse.Namespace) -> int:
-    """Prints and saves the results, and returns the exit code."""
-    plot = options.output / "loss.png"
-    _save_plot(results, options.optimizer, plot)
+    """Prints the results, and returns the exit code."""
     gain = f"\n{_gain(results['runs'], options.link)}" if "link" in options else ""
-    print(f"\n{_table(results)}\n\n{_verdict(results, options)}{gain}\nLoss curves: {plot}", flush=True)
+    print(f"\n{_table(results)}\n\n{_verdict(results, options)}{gain}", flush=True)
     return 0 if results["passed"] else 1
 
 
@@ -424,7 +410,7 @@ def _table(results: Mapping[str, Any]) -> str:
     rows = [
         ("", *runs),
         ("accuracy on the test split", *(f"{run['accuracy']:.4f}" for run in runs.values())),
-        ("loss at the last step", *(f"{run['losses'][-1]:.4f}" for run in runs.values())),
+        ("loss at the last step", *(f"{run['loss']:.4f}" for run in runs.values())),
         ("step, median", *(f"{run['step_ms']:.1f} ms" for run in runs.values())),
         ("largest difference: parameters", "", f"{differences['parameters']:.3g}"),
         ("  optimizer state", "", f"{differences['optimizer state']:.3g}"),
@@ -457,27 +443,3 @@ def _verdict(results: Mapping[str, Any], options: argparse.Namespace) -> str:
     points = 100 * (runs["overlapped"]["accuracy"] - runs["plain DDP"]["accuracy"])
     outcome = "Compared by accuracy" if results["passed"] else "LESS ACCURATE"
     return f"{outcome} ({reason}): {points:+.1f} points, -{100 * _ACCURACY_SLACK:.0f} is allowed."
-
-
-def _save_plot(results: Mapping[str, Any], optimizer: str, path: Path) -> None:
-    """The loss curves of the runs as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    # Equal curves hide each other: the first is wide and pale, the second thin and dashed.
-    styles: list[dict[str, Any]] = [
-        {"color": "#9ecae1", "linewidth": 5},
-        {"color": "#d62728", "linewidth": 1.2, "linestyle": "--"},
-        {"color": "#238b45", "linewidth": 1},
-    ]
-    for (name, run), style in zip(results["runs"].items(), styles, strict=False):
-        axes.plot(run["losses"], label=name, **style)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("cross-entropy loss, mean over ranks (nats)")
-    axes.set_title(f"ResNet-18 on handwritten digits, {optimizer}")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=100)

@@ -24,8 +24,7 @@ from overlap import AllReduce, OverlappedOptimizer, Step, chain
 _DISTRIBUTION = "ddp-overlap"
 _LEAST_TORCH = (2, 13)
 _PACKAGES = (
-    "numpy", "tqdm", "torchvision", "scikit-learn", "matplotlib", "lightning", "accelerate", "transformers", "torchft",
-    "torchcomms",
+    "numpy", "tqdm", "torchvision", "scikit-learn", "lightning", "accelerate", "transformers", "torchft", "torchcomms",
 )  # fmt: skip
 _VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
