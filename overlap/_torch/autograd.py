@@ -127,7 +127,9 @@ def if_abandoned(callback: Callable[[], None]) -> None:
     """Run ``callback`` if the current backward pass ends with an error, before ``backward()`` raises that.
 
     The engine calls its queue when a pass has computed its last gradient; a pass that ends with an error only drops
-    it.
+    it. So ``callback`` runs in a finalizer. It may block there, and must, until no stage uses the pass any more: the
+    loop, which catches the error, may then change parameters and give gradients back. That is bounded: whoever waits
+    for another rank polls the board, on which ``callback`` has reported, and else the connections' timeout ends it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_watched(lambda: None, callback))
 

@@ -33,8 +33,8 @@ class ReplicaGroup(dist.ProcessGroup):
 
 
 def param_groups(model: nn.Module) -> list[Any]:
-    """The ``FSDPParamGroup`` of each unit of ``model``: what FSDP gathers and reduces together. Parameters are the
-    sharded ones afterwards."""
+    """The ``FSDPParamGroup`` of each unit of ``model``, whose parameters FSDP gathers and reduces together. They are
+    the sharded ones afterwards."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.reshard()

@@ -12,8 +12,8 @@ gradient: that follows, for an error there would leave half of a model moved.
 Writes are found by the operator's schema, so ``.data``, views, ``foreach`` kernels, autograd's own accumulation and
 collectives are covered alike. Memory is not reachable: ``numpy()`` copies, and ``data_ptr()`` is refused.
 
-A gradient refers to its terms weakly: they know the parameter, whose ``.grad`` Python's garbage collector does not look
-into, so that a model with such a gradient would never be collected. One that outlives its model stays read-only.
+A gradient refers to its policy weakly. That knows the parameter, whose ``.grad`` Python's garbage collector does not
+look into, so that a model with such a gradient would never be collected. One that outlives its model stays read-only.
 
 Private: ``torch.Tensor._make_wrapper_subclass`` and ``_disabled_torch_function_impl``, on which DTensor and torchao
 stand.
@@ -50,7 +50,7 @@ class DeniedAccess(Enum):
 
 class GradAccessPolicy:
     """The uses that a loop may make of a set of gradients, and the error for everything else; here of those that
-    have outlived their own terms."""
+    have outlived their own."""
 
     @property
     def allows_unscaling(self) -> bool:
@@ -86,14 +86,14 @@ class AppliedGradient(Tensor):
         inner: the gradient itself; ``None`` where there is none to read, such as a released one.
         like: a tensor of its shape, strides, dtype and device.
         parameter: whose gradient it is.
-        terms: the uses that the loop may make of it.
+        policy: the uses that the loop may make of it.
         is_readable: whether operators may read it.
     """
 
     plain: Tensor | None
     is_readable: bool
     parameter: weakref.ref[Tensor]
-    _terms: weakref.ref[GradAccessPolicy]
+    _policy: weakref.ref[GradAccessPolicy]
 
     @staticmethod
     def __new__(
@@ -101,15 +101,15 @@ class AppliedGradient(Tensor):
         inner: Tensor | None,
         like: Tensor,
         parameter: weakref.ref[Tensor],
-        terms: GradAccessPolicy,
+        policy: GradAccessPolicy,
         *,
         is_readable: bool = True,
     ) -> Any:
-        return around([inner], [like], [parameter], terms, is_readable=is_readable)[0]
+        return around([inner], [like], [parameter], policy, is_readable=is_readable)[0]
 
     @property
-    def terms(self) -> GradAccessPolicy:
-        return self._terms() or _OUTLIVED
+    def policy(self) -> GradAccessPolicy:
+        return self._policy() or _OUTLIVED
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -123,18 +123,18 @@ class AppliedGradient(Tensor):
         given = list(_of_type((*args, *kwargs.values())))
         parameter = given[0].parameter() if given else None
         if parameter is not None and (optimizer := stepping(parameter)) is not None:
-            given[0].terms.check_optimizer(given[0], optimizer)
+            given[0].policy.check_optimizer(given[0], optimizer)
         written = list(_written(schema, args, kwargs)) if schema.is_mutable else []
         if name in _ZERO and written:
             return _zero(args[0])
         if name == _UNSCALE and written:
-            if not all(each.terms.allows_unscaling and each.plain is not None for each in written):
-                written[0].terms.refuse(written[0], DeniedAccess.UNSCALE)
+            if not all(each.policy.allows_unscaling and each.plain is not None for each in written):
+                written[0].policy.refuse(written[0], DeniedAccess.UNSCALE)
             return func(*_unwrapped(args), **_unwrapped(kwargs))
         if written:
-            written[0].terms.refuse(written[0], DeniedAccess.ACCUMULATE if in_backward() else DeniedAccess.WRITE)
+            written[0].policy.refuse(written[0], DeniedAccess.ACCUMULATE if in_backward() else DeniedAccess.WRITE)
         if func.namespace == "c10d":
-            given[0].terms.refuse(given[0], DeniedAccess.WRITE)
+            given[0].policy.refuse(given[0], DeniedAccess.WRITE)
         is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
         hidden = next((each for each in given if not each.is_readable or each.plain is None), None)
         if hidden is not None:
@@ -144,18 +144,18 @@ class AppliedGradient(Tensor):
                 plain = torch.empty_like(hidden.parameter()) if hidden.plain is None else hidden.plain  # type: ignore[arg-type]
                 moved = func(plain, *args[1:], **kwargs)
                 inner = None if hidden.plain is None else moved
-                return AppliedGradient(inner, moved, hidden.parameter, hidden.terms, is_readable=hidden.is_readable)
-            hidden.terms.refuse(hidden, DeniedAccess.READ)
+                return AppliedGradient(inner, moved, hidden.parameter, hidden.policy, is_readable=hidden.is_readable)
+            hidden.policy.refuse(hidden, DeniedAccess.READ)
         result = func(*_unwrapped(args), **_unwrapped(kwargs))
         if not is_view:
             return result
         first = given[0]
-        return tree_map_only(Tensor, lambda view: AppliedGradient(view, view, first.parameter, first.terms), result)
+        return tree_map_only(Tensor, lambda view: AppliedGradient(view, view, first.parameter, first.policy), result)
 
     def read(self) -> Tensor:
-        """The tensor inside, to be read. Raises: as the terms say."""
+        """The tensor inside, to be read. Raises: as the policy says."""
         if self.plain is None or not self.is_readable:
-            self.terms.refuse(self, DeniedAccess.READ)
+            self.policy.refuse(self, DeniedAccess.READ)
         return self.plain
 
     # These reach the memory without an operator.
@@ -169,7 +169,7 @@ class AppliedGradient(Tensor):
         return self.read().tolist()
 
     def _refuse_memory(self, *_: Any) -> NoReturn:
-        self.terms.refuse(self, DeniedAccess.WRITE)
+        self.policy.refuse(self, DeniedAccess.WRITE)
 
     data_ptr = untyped_storage = storage = share_memory_ = set_ = __dlpack__ = _refuse_memory  # type: ignore[assignment]
 
@@ -182,13 +182,13 @@ class AppliedGradient(Tensor):
     def data(self, given: Tensor) -> None:
         parameter = self.parameter()
         if parameter is None or parameter.grad is not self:
-            self.terms.refuse(self, DeniedAccess.WRITE)
+            self.policy.refuse(self, DeniedAccess.WRITE)
         if given is self:
             return
         of_self, of_given, now = ((t.dtype, t.device, t.stride()) for t in (self, given, parameter))
         if of_self == now or of_given != now:
-            self.terms.refuse(self, DeniedAccess.WRITE)
-        self.terms.follow(self, given)
+            self.policy.refuse(self, DeniedAccess.WRITE)
+        self.policy.follow(self, given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary tensor."""
@@ -206,17 +206,17 @@ def around(
     inners: Iterable[Tensor | None],
     likes: Iterable[Tensor],
     parameters: Iterable[weakref.ref[Tensor]],
-    terms: GradAccessPolicy,
+    policy: GradAccessPolicy,
     *,
     is_readable: bool,
 ) -> list[AppliedGradient]:
     """An :class:`AppliedGradient` for each, without a Python call for each."""
-    made, known = [], weakref.ref(terms)
+    made, known = [], weakref.ref(policy)
     for inner, like, parameter in zip(inners, likes, parameters, strict=True):
         wrapper = Tensor._make_wrapper_subclass(
             AppliedGradient, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        wrapper.plain, wrapper.parameter, wrapper.is_readable, wrapper._terms = inner, parameter, is_readable, known
+        wrapper.plain, wrapper.parameter, wrapper.is_readable, wrapper._policy = inner, parameter, is_readable, known
         made.append(wrapper)
     return made
 
@@ -241,7 +241,7 @@ def _unwrapped(values: Any) -> Any:
 def _zero(given: Any) -> Any:
     for each in given if isinstance(given, (list, tuple)) else (given,):
         if isinstance(each, AppliedGradient):
-            each.terms.zero(each)
+            each.policy.zero(each)
         else:
             each.zero_()
     return None if isinstance(given, (list, tuple)) else given

@@ -2,11 +2,12 @@
 
 [Note: replicas]
 
-FSDP reduce-scatters the gradient of a unit over the ranks of its shards, and all-reduces what each of them gets, flat,
-over the ranks that have the same shard. Here that all-reduce is a reducer's: a unit is a :class:`Bucket` whose
-parameters are this rank's shards. On a mesh with a replicate dimension a stand-in takes the place of the process group
-that FSDP reduces over, so that FSDP's divide factors, accumulation and streams are its own; on a 1-D mesh it is FSDP's
-hook behind the reduce-scatter. Both are called with FSDP's all-reduce stream current, on which all of the stages runs.
+FSDP reduce-scatters the gradient of a unit over the ranks of its shards, and all-reduces the flat part that each of
+them gets over the ranks that have the same shard. Here that all-reduce is a reducer's: a unit is a :class:`Bucket`
+whose parameters are this rank's shards. On a mesh with a replicate dimension a stand-in takes the place of the process
+group that FSDP reduces over, so that FSDP's divide factors, accumulation and streams are its own; on a 1-D mesh it is
+FSDP's hook behind the reduce-scatter. Both are called with FSDP's all-reduce stream current, on which all of the stages
+runs.
 
 FSDP needs the result when the call returns, so a unit runs to its end there. It cannot go on after an exception: the
 first error of a pass is kept, and raised when FSDP's own end of backward is over. Ranks with the other shards of this
@@ -78,7 +79,7 @@ class _Unit:
         self.names = {one: names[one.sharded_param] for one in held.fsdp_params}
         self.shards = {one: one._sharded_local_tensor.detach() for one in held.fsdp_params}
         self.partial: Tensor | None = None
-        """On a 1-D mesh: what backward passes without an all-reduce have left."""
+        """On a 1-D mesh, the sum of gradients of backward passes without an all-reduce."""
         self._trained: list[Any] = []
         self._numel, self._members = 0, dict[str, Any]()
 

@@ -85,7 +85,7 @@ class Attachment:
         optimizers: the framework's, without wrappers.
         late: the use that the framework makes of gradients after backward, such as ``max_grad_norm=1.0 clips after
             backward``; interleaved updates of the chain are then deferred. Empty: nothing.
-        instead: what else to do where an update cannot be deferred, for the message.
+        instead: the alternative where an update cannot be deferred, for the message.
 
     Raises:
         ConfigurationError: the recipe returned something else, or does not fit; and as registering does.

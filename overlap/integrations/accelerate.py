@@ -64,7 +64,7 @@ def prepare(
     """
     recipe = Recipe(chain, local_sgd)
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    attached = Attached.to(accelerator)
+    attached = Attached.for_accelerator(accelerator)
     ddp, *prepared = accelerator.prepare(model, *optimizers, *others)
     accelerated = prepared[: len(optimizers)]
     run = attached.carry_out(recipe, ddp, accelerated)
@@ -74,7 +74,7 @@ def prepare(
 
 def remove(accelerator: Accelerator) -> None:
     """Leave all models that were prepared with ``accelerator`` to plain DDP, and their optimizers to Accelerate."""
-    attached = Attached.to(accelerator)
+    attached = Attached.for_accelerator(accelerator)
     for run in attached.runs:
         attached.detach(run)
 
@@ -94,7 +94,7 @@ class Attached:
         accelerator.register_load_state_pre_hook(self._note_folder)
 
     @classmethod
-    def to(cls, accelerator: Accelerator) -> Attached:
+    def for_accelerator(cls, accelerator: Accelerator) -> Attached:
         """That of ``accelerator``, made at the first call."""
         kept: dict[str, Any] = vars(accelerator)
         if _ATTACHED not in kept:

@@ -85,7 +85,7 @@ class OverlapCallback(TrainerCallback):
         if trainer.overlap_recipe == Recipe():
             return
         norm = args.max_grad_norm
-        run = trainer.overlap_run = Attached.to(trainer.accelerator).carry_out(
+        run = trainer.overlap_run = Attached.for_accelerator(trainer.accelerator).carry_out(
             trainer.overlap_recipe,
             trainer.model_wrapped,
             [trainer.optimizer],
@@ -99,7 +99,7 @@ class OverlapCallback(TrainerCallback):
         trainer = self._trainer
         run, trainer.overlap_run = trainer.overlap_run, None
         if run is not None:
-            Attached.to(trainer.accelerator).detach(run)
+            Attached.for_accelerator(trainer.accelerator).detach(run)
 
 
 class OverlapTrainer(OverlapMixin, Trainer):

@@ -39,7 +39,7 @@ _LOCKSTEP = (
 
 
 class Call(IntEnum):
-    """What an active rank does, and a rank without inputs repeats, unless it is an announcement alone."""
+    """A call of an active rank, which a rank without inputs repeats, unless it is an announcement alone."""
 
     BEGIN = 0  # Of an iteration.
     FORWARD = 1
@@ -228,8 +228,8 @@ class DDPAdapter:
             undo.callback(lambda: ddp.reducer._set_forward_pass_work_handle(Work(), True))
         handle = torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_first_gradient, mode="any")
         undo.callback(handle.remove)
-        # What DDP asks all ranks by a collective, and the Join knows. Only PyTorch's joined ranks use the second, which
-        # DDP asks when it is about to call the module.
+        # DDP asks these of all ranks by a collective, and the Join knows the answers. Only PyTorch's joined ranks use
+        # the second, which DDP asks when it is about to call the module.
         answers = {
             "_find_common_rank": lambda rank, condition: join.buffer_source,
             "_check_global_requires_backward_grad_sync": torch.compiler.disable(self._before_module),
@@ -445,7 +445,7 @@ class Hyperparameters:
     without inputs, is an error. Numbers on an accelerator are left out: to read one would stop the host.
     """
 
-    # What LR schedulers change.
+    # The keys that LR schedulers change.
     _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
     def __init__(self, joinables: Sequence[Any]) -> None:

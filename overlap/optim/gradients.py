@@ -1,4 +1,4 @@
-"""The gradients of one update: which were reduced, which were applied, and what the loop may do with them.
+"""The gradients of one update: which were reduced, which were applied, and how the loop may use them.
 
 [Note: gradients of an update]
 
@@ -62,12 +62,12 @@ class PassGradients:
 
     Args:
         owns: whether the gradient of a parameter is this update's to clear.
-        terms: of the gradients that are handed over.
+        policy: of the gradients that are handed over.
     """
 
-    def __init__(self, owns: Callable[[Tensor], bool], terms: GradAccessPolicy) -> None:
+    def __init__(self, owns: Callable[[Tensor], bool], policy: GradAccessPolicy) -> None:
         self.owns = owns
-        self._terms = terms
+        self._policy = policy
         self.reduced: dict[int, Tensor] = {}
         """By ``id``, the parameters whose gradients came in a bucket of the last backward."""
         self.applied: dict[int, Tensor] = {}
@@ -84,7 +84,7 @@ class PassGradients:
         self._kept: _HandedOver | None = None
         self._is_first_pass = True
         # The ordinary tensors that step() left in .grad, by parameter, and their versions.
-        self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        self._grads_after_step: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
         # Parameters whose gradients a forward has cleared.
         self._cleared: list[Tensor] = []
 
@@ -98,7 +98,7 @@ class PassGradients:
     def forget(self) -> None:
         """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
         self.reduced, self.applied, self.released = {}, {}, set()
-        self._handed, self._left = _HandedOver(), []
+        self._handed, self._grads_after_step = _HandedOver(), []
 
     def note_applied(self, parameters: Collection[Tensor]) -> None:
         """The gradients of these parameters, all of them this update's, have been applied."""
@@ -122,7 +122,7 @@ class PassGradients:
             or not (_are_same(handed.parameters, parameters) and _are_same(handed.gradients, gradients))
         ):
             handed = self._wrapped(parameters, gradients)
-            # DDP makes its buckets anew after the first pass: what is kept of the old ones would hold their memory.
+            # DDP makes its buckets anew after the first pass: wrappers kept of the old ones would hold their memory.
             is_kept = not (self._is_first_pass or type(None) in map(type, handed.gradients))
             self._kept = handed if is_kept and all(map(_is_view, handed.gradients)) else None
             self._is_first_pass = False
@@ -144,12 +144,12 @@ class PassGradients:
             handed.parameters.append(parameter)
             handed.gradients.append(gradient)
         references = map(weakref.ref, handed.parameters)
-        handed.wrappers.extend(around(inners, likes, references, self._terms, is_readable=not self.has_parts))
+        handed.wrappers.extend(around(inners, likes, references, self._policy, is_readable=not self.has_parts))
         return handed
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Within it ``.grad`` are ordinary tensors; what this rank has only in part is handed over again afterwards."""
+        """Within it ``.grad`` are ordinary tensors; parts of this rank are handed over again afterwards."""
         handed = self._handed if self.has_parts else _HandedOver()
         pairs = zip(handed.parameters, handed.wrappers, strict=True)
         opened = [(p, wrapper) for p, wrapper in pairs if p.grad is wrapper and wrapper.plain is not None]
@@ -178,7 +178,7 @@ class PassGradients:
             self._handed.parameters.append(parameter)
             self._handed.wrappers.append(wrapper)
         replaced = list(compress(handed.parameters, map(operator.not_, is_there)))
-        self._note_left(replaced, list(map(_grad_of, replaced)))
+        self._note_grads_after_step(replaced, list(map(_grad_of, replaced)))
         return replaced
 
     def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
@@ -187,7 +187,7 @@ class PassGradients:
         assert parameter is not None, "it has this gradient"
         made: Any = moved
         if not isinstance(moved, AppliedGradient):
-            made = AppliedGradient(moved, moved, gradient.parameter, self._terms, is_readable=gradient.is_readable)
+            made = AppliedGradient(moved, moved, gradient.parameter, self._policy, is_readable=gradient.is_readable)
         parameter.grad = made
         handed = self._handed
         wrappers = [made if wrapper is gradient else wrapper for wrapper in handed.wrappers]
@@ -198,15 +198,15 @@ class PassGradients:
     def unwrap_grads(self) -> None:
         """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none;
         and note those that were applied as they are now, for the next forward to clear."""
-        self._left = []
+        self._grads_after_step = []
         taken, gradients = ([], []) if self.has_parts else self._take(keeps_empty=True)
-        self._note_left(taken, gradients)
+        self._note_grads_after_step(taken, gradients)
         if len(taken) < len(self.applied):
             others = list(map(self.applied.__getitem__, self.applied.keys() - map(id, taken)))
             for parameter in others:
                 if (gradient := parameter.grad) is not None and gradient._is_view():
                     parameter.grad = gradient.data  # See wrap_grads.
-            self._note_left(others, list(map(_grad_of, others)))
+            self._note_grads_after_step(others, list(map(_grad_of, others)))
 
     def _take(self, *, keeps_empty: bool = False) -> tuple[list[Tensor], list[Tensor | None]]:
         """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
@@ -224,41 +224,41 @@ class PassGradients:
         _run_all(map(_set_grad, taken, gradients))
         return taken, gradients
 
-    def _note_left(self, parameters: list[Tensor], gradients: list[Any]) -> None:
+    def _note_grads_after_step(self, parameters: list[Tensor], gradients: list[Any]) -> None:
         if not _NOT_LEFT.isdisjoint(map(type, gradients)):
             is_left = [type(gradient) not in _NOT_LEFT for gradient in gradients]
             parameters, gradients = list(compress(parameters, is_left)), list(compress(gradients, is_left))
-        self._left += zip(parameters, map(weakref.ref, gradients), versions(gradients), strict=True)
+        self._grads_after_step += zip(parameters, map(weakref.ref, gradients), versions(gradients), strict=True)
 
-    def as_left(self) -> list[Tensor]:
+    def as_after_step(self) -> list[Tensor]:
         """Parameters whose gradients are still the tensors that :meth:`unwrap_grads` noted, at the same versions."""
         return [
             p
-            for p, noted, version in self._left
+            for p, noted, version in self._grads_after_step
             if (g := p.grad) is not None and g is noted() and g._version == version
         ]
 
-    def has_left(self) -> bool:
+    def has_applied(self) -> bool:
         """Whether a gradient that was applied is still in ``.grad``, or was released."""
         return bool(self.released) or any(parameter.grad is not None for parameter in self.applied.values())
 
     def has_added_to_applied(self) -> bool:
         """Whether a backward may have added to applied gradients: ``.grad`` is still the tensor that was left."""
-        return any(p.grad is not None and p.grad is noted() for p, noted, _ in self._left)
+        return any(p.grad is not None and p.grad is noted() for p, noted, _ in self._grads_after_step)
 
     def has_changed_applied(self) -> bool:
         """Whether the loop has changed a gradient since it was applied, or has put another in its place."""
-        left = set(map(id, self.as_left()))
+        left = set(map(id, self.as_after_step()))
         there = (p for p in self.applied.values() if p.grad is not None and id(p) not in left)
         return any(type(p.grad) is not AppliedGradient for p in there)
 
     def clear_applied(self, *, is_replay: bool) -> None:
         """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
-        has put them there, and not the loop. What the loop has put there or zeroed stays."""
-        cleared = self._take()[0] + (list(self.applied.values()) if is_replay else self.as_left())
+        has put them there, and not the loop. A gradient that the loop has put there or zeroed stays."""
+        cleared = self._take()[0] + (list(self.applied.values()) if is_replay else self.as_after_step())
         _run_all(map(_set_grad, cleared, repeat(None)))
         self._cleared += cleared
-        self._left = []
+        self._grads_after_step = []
         for key in self.applied:
             self.reduced.pop(key, None)
         self.applied = {}
@@ -285,7 +285,7 @@ class PassGradients:
         """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
         for parameter in [p for p in self.applied.values() if type(p.grad) is AppliedGradient]:
             parameter.grad = None
-        for parameter in [p for p, noted, _ in self._left if p.grad is noted()]:
+        for parameter in [p for p, noted, _ in self._grads_after_step if p.grad is noted()]:
             parameter.grad = None
         self._kept = None
         self.forget()

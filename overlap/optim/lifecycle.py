@@ -1,4 +1,4 @@
-"""The lifecycle of an update: what a training loop may do when, and the error for everything else.
+"""The lifecycle of an update: the calls that a training loop may make in each phase, and the error for any other.
 
 [Note: the update lifecycle]
 
@@ -6,7 +6,7 @@ An update that is not made in ``optimizer.step()`` must be exactly plain DDP's, 
 whether gradients are there, are the mean over ranks, have been applied: that is one :class:`Phase`, and
 :data:`TRANSITIONS` lists the phase that follows each event, and the events that are refused. A comment in the table
 marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses those. ``Step``, ``ZeroStep`` and
-local SGD use it alike. ``docs/reports/phases.md`` shows the table as a picture; ``gradients.py`` has what happens to
+local SGD use it alike. ``docs/reports/phases.md`` shows the table as a picture; ``gradients.py`` says what happens to
 ``.grad``.
 """
 
@@ -111,7 +111,7 @@ _TOO_LATE = (
     " between backward and {step}, but the update was made in backward already, and plain DDP makes it in {step}: use "
     "{deferred}, or call {step} first"
 )
-_CHANGED = "{what}" + _TOO_LATE
+_CHANGED = "{change}" + _TOO_LATE
 _CANNOT_LOAD = Refusal("load_state_dict()" + _TOO_LATE)
 _CANNOT_DISCARD = Refusal(
     "zero_grad()" + _TOO_LATE + "; if the loss is not this optimizer's, run its backward in `with {skip}:`"
@@ -219,7 +219,7 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
     Event.LOAD: {**_AS_BEFORE, Phase.APPLIED: _CANNOT_LOAD},
     Event.FAILURE: dict.fromkeys(Phase, Phase.FAILED),
     Event.UPDATE_FAILURE: {
-        **_AS_BEFORE,  # What failed to be applied was the user's own.
+        **_AS_BEFORE,  # The gradients that failed to be applied were the user's own.
         Phase.REDUCED: Phase.FAILED,
         Phase.APPLIED: Phase.FAILED,
     },
@@ -310,13 +310,13 @@ class UpdateLifecycle(GradAccessPolicy):
         """A stage's, of the last backward: whether the update is to change nothing."""
         self.is_replay = False
         """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
-        self.gradients = PassGradients(clears, terms=self)
+        self.gradients = PassGradients(clears, policy=self)
         self.others: Sequence[UpdateLifecycle] = ()
         """Of the other updates of the chain."""
         self._optimizer = optimizer
         self._used: StepInputs | None = None
-        # The autograd pass at whose end all buckets were through; and where another one goes on then, what undoes that
-        # this is watched.
+        # The autograd pass at whose end all buckets were through; and where another one goes on then, the functions
+        # that end the watch of it.
         self._ended = -1
         self._watched: list[Callable[[], None]] = []
         # The move of a parameter since its update, in words.
@@ -436,7 +436,7 @@ class UpdateLifecycle(GradAccessPolicy):
         self.phase = self.check(Event.STEP)
 
     def on_zero_grad(self, *, set_to_none: bool = True) -> None:
-        """``zero_grad()`` is called, and clears what is there.
+        """``zero_grad()`` is called, and clears all gradients.
 
         Raises:
             TrainingLoopError: the update was made in backward, and ``step()`` is due.
@@ -473,8 +473,8 @@ class UpdateLifecycle(GradAccessPolicy):
         self.phase = self.check(Event.REMOVE)
 
     def _settle(self, *, is_made: bool, found_inf: Tensor | None = None) -> None:
-        """The step is made or not, so the stages' memory stays or is taken back, but for what the chain's other updates
-        step."""
+        """The step is made or not, so the stages' memory stays or is taken back, but for parameters that the chain's
+        other updates step."""
         if self.context is not None:
             others = self.others and (lambda parameter: any(one.gradients.owns(parameter) for one in self.others))
             if is_made:
@@ -503,7 +503,7 @@ class UpdateLifecycle(GradAccessPolicy):
             return
         if (changed := moved or used.changed(self._optimizer.param_groups, self.names)) is not None:
             form = self.form
-            raise TrainingLoopError(_CHANGED.format(what=changed, step=form.step, deferred=form.deferred_code))
+            raise TrainingLoopError(_CHANGED.format(change=changed, step=form.step, deferred=form.deferred_code))
 
     def check_reduced(self, pending: Iterable[Tensor], *, allows_zeros: bool = True) -> None:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, not the mean; zeros,
@@ -524,7 +524,7 @@ class UpdateLifecycle(GradAccessPolicy):
         if self.phase is not Phase.STEPPED:
             return
         is_over = is_all and self.form.outcome is not Phase.STEPPED
-        if (is_over and self.gradients.has_left()) or self.gradients.has_changed_applied():
+        if (is_over and self.gradients.has_applied()) or self.gradients.has_changed_applied():
             self._raise(_APPLIED_TWICE)
 
     def _refuse_replaced(self) -> None:

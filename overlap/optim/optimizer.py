@@ -169,7 +169,7 @@ class LoopOptimizer(UpdatedOptimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's; between backward and :meth:`step` it discards the backward.
 
-        A registered chain clears what it has applied by itself, so a loop need not call this.
+        A registered chain clears gradients that it has applied by itself, so a loop need not call this.
 
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
@@ -332,7 +332,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
 
     @torch.no_grad()
     def _finish_backward(self, pending: list[Tensor]) -> None:
-        if pending:  # What backward has left, such as parameters that are not in the model.
+        if pending:  # Parameters that backward has left, such as those that are not in the model.
             self.stepper.refresh()
             self.stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]
         self.end_step()
@@ -376,7 +376,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
     def __repr__(self) -> str:
         return f"OverlappedOptimizer({self.optimizer!r})"
 
-    # What a Step stage uses.
+    # For a Step stage.
 
     @property
     def stepped(self) -> Optimizer:

@@ -117,7 +117,7 @@ class _Memory:
             parameter.grad = gradient.data
 
     def note_done(self, buffer: Tensor) -> None:
-        """The bucket with this ``buffer`` is updated, when the current stream has done what is queued so far."""
+        """The bucket with this ``buffer`` is updated, when the current stream has done its queue so far."""
         self.clear_gradients()
         self.is_done = True
         if self._allocation is None:
@@ -151,7 +151,7 @@ class _Memory:
             self._allocation = current_stream(self._storage.device), recorded_event(self._storage.device)
 
     def wait_until_allocated(self) -> None:
-        """Let the current stream wait if another allocated the storage, which may still use what was there before."""
+        """Let the current stream wait if another allocated the storage, which may still use that memory."""
         if self._allocation is not None and (current := current_stream(self._storage.device)) != self._allocation[0]:
             current.wait_event(self._allocation[1])
 

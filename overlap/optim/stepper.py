@@ -55,7 +55,7 @@ from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedErr
 from overlap.hooks.stage import is_same_state
 from overlap.optim.kernels import FunctionalStep, Split
 
-# What no part writes back: of the optimizer, and of a group.
+# The attributes of the optimizer, and the keys of a group, that no part writes back.
 _SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
 _MEMBERS = frozenset({"params", "param_names"})
 _MISSING = object()
@@ -187,7 +187,7 @@ class SubsetStepper:
         _raise_versions(parameters)
 
     def _note_written(self, split: Split, twin: Optimizer) -> None:
-        """A part has been stepped: compare what it wrote to its groups and to attributes with the parts before it."""
+        """A part has been stepped: compare the values that it wrote, to groups and attributes, with earlier parts."""
         optimizer = self._optimizer
         places: list[int | None] = [None, *map(_first_of, split)]
         before_of = [vars(optimizer), *map(optimizer.param_groups.__getitem__, places[1:])]  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
 
 @contextmanager
 def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
-    """Let ``.grad`` of ``parameters`` be ``gradients``, and put back what was there."""
+    """Let ``.grad`` of ``parameters`` be ``gradients``, and put back the gradients that were there."""
     before = list(map(_grad_of, parameters))
     try:
         for parameter, gradient in zip(parameters, gradients, strict=True):

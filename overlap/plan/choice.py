@@ -82,7 +82,7 @@ def auto(
         quiet: print nothing; else rank 0 also shows on stderr, meanwhile, which chain runs.
 
     Returns:
-        The model in DDP and the optimizer for the loop. ``Plan.of(ddp)`` is the choice.
+        The model in DDP and the optimizer for the loop. ``Plan.for_model(ddp)`` is the choice.
 
     Communication: collectives on a group of its own, which is gone when it returns; then those of DDP's constructor and
     of registering a chain. Ranks exchange their measurements through the group's store.
@@ -338,7 +338,7 @@ class Plan:
             raise ConfigurationError(f"method={self.method!r} is not one of {', '.join(METHODS)}")
 
     @classmethod
-    def of(cls, ddp: DistributedDataParallel) -> Plan:
+    def for_model(cls, ddp: DistributedDataParallel) -> Plan:
         """The plan from which :func:`overlap.auto` made ``ddp``.
 
         Raises:

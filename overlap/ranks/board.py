@@ -15,8 +15,8 @@ ranks talk in the key-value store that the group was made with:
 
 Boards are named by numbers that are the same on every rank: how often ranks have agreed on the group, and how often a
 registration has connected. So an old report is never taken for a new one, and nothing is ever taken back. A rank that
-has its answer deletes it, and its own value, which rank 0 has read by then. What a registration or a Join wrote to
-connect stays: some ten bytes.
+has its answer deletes it, and its own value, which rank 0 has read by then. The some ten bytes that a
+registration or a Join wrote to connect stay.
 
 A rank asks the store equally often whatever their number: the last one to come says that all are there, rank 0 reads
 and answers all by one request each, and looks for those that are late when the timeout is over.
@@ -77,7 +77,7 @@ def _decide_nothing(values: list[Any]) -> None: ...
 
 
 class _Ranks:
-    """What the boards of one process group have in common; made by :meth:`for_group`, once a group.
+    """The parts that the boards of one process group share; made by :meth:`for_group`, once a group.
 
     The usual store is a ``TCPStore``, which rank 0 or torchrun's agent hosts. A call of its client blocks for as long
     as the host is suspended, whatever its timeout, and so does every other thread that calls that client. So the
@@ -155,12 +155,12 @@ _making = threading.Lock()
 
 
 class Board:
-    """What the ranks of ``group`` write for each other under one name. See [Note: the board].
+    """A place where the ranks of ``group`` write for each other, under one name. See [Note: the board].
 
     Args:
         group: whose ranks.
         name: the same on every rank; no other board of the group has it.
-        event: what a report means, in the words of a PeerError, as in "another rank failed under Join".
+        event: the meaning of a report, in the words of a PeerError, as in "another rank failed under Join".
         fallback_board: where a failure is looked for, too; by default on the group's watched board.
     """
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from overlap._torch.autograd import profile
 from overlap.timeline.recording import Timeline
-from overlap.timeline.report import Activity, BucketReport, Interval, Phase, Report, StepReport
+from overlap.timeline.report import Activity, BucketReport, Interval, Report, Span, StepReport
 
 __all__ = [
     "Activity",
     "BucketReport",
     "Interval",
-    "Phase",
+    "Span",
     "Report",
     "StepReport",
     "Timeline",

@@ -31,7 +31,7 @@ from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.engine.wavefront import BETWEEN_PASSES, Subject
 from overlap.hooks.stage import walk
 from overlap.ranks.board import of_all_ranks
-from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport, trace_events
+from overlap.timeline.report import Activity, BucketReport, Kind, Report, Span, StepReport, trace_events
 
 # Collectives of an update that make the mean; all others that it issues gather parameters.
 _REDUCES = frozenset({"all_reduce", "reduce_scatter"})
@@ -390,7 +390,7 @@ class Recorder:
                 rank=rank,
                 step=number,
                 step_ms=self.clock.elapsed_ms(record.start, record.end),
-                phases=tuple(Phase(*self._times(record, start, end), name) for name, start, end in record.phases),
+                phases=tuple(Span(*self._times(record, start, end), name) for name, start, end in record.phases),
                 buckets=tuple(self._read_bucket(record, bucket) for bucket in record.buckets),
             )
             for number, record in enumerate(self.steps)

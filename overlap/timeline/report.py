@@ -67,7 +67,7 @@ def hull(intervals: Sequence[Interval]) -> Interval | None:
 
 
 @dataclass(frozen=True)
-class Phase(Interval):
+class Span(Interval):
     """A stretch of the training thread (on CUDA: of its stream); docs/timeline.md has a table of them."""
 
     name: PhaseName
@@ -136,7 +136,7 @@ class StepReport:
     step: int
     """0 for the first that was recorded."""
     step_ms: float
-    phases: tuple[Phase, ...]
+    phases: tuple[Span, ...]
     buckets: tuple[BucketReport, ...]
 
     @cached_property
@@ -172,7 +172,7 @@ class StepReport:
         """Bytes that this rank sent for its buckets."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
-    def in_phase(self, name: PhaseName) -> list[Phase]:
+    def in_phase(self, name: PhaseName) -> list[Span]:
         """The stretches of one phase."""
         return [phase for phase in self.phases if phase.name == name]
 

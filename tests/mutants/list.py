@@ -267,8 +267,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "an applied gradient can be written to": Mutant(
         "_torch/read_only.py",
-        "written[0].terms.refuse(written[0], DeniedAccess.ACCUMULATE if in_backward() else DeniedAccess.WRITE)",
-        "written[0].terms.refuse(written[0], DeniedAccess.ACCUMULATE) if in_backward() else None",
+        "written[0].policy.refuse(written[0], DeniedAccess.ACCUMULATE if in_backward() else DeniedAccess.WRITE)",
+        "written[0].policy.refuse(written[0], DeniedAccess.ACCUMULATE) if in_backward() else None",
         "optim/test_applied_gradients.py -k every_write",
     ),
     "a second backward is accepted": Mutant(

@@ -81,7 +81,7 @@ def _raced(rank: int, *, model: nn.Module | None = None, **options: Any) -> Plan
     model = _model() if model is None else model
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.01)
     ddp, _ = overlap.auto(model, optimizer, **{"sample": _sample(rank), **OPTIONS, **options})
-    return Plan.of(ddp)
+    return Plan.for_model(ddp)
 
 
 def _trained(ddp: Any, optimizer: Any, rank: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _end_to_end(rank: int, world_size: int) -> Any:
     model = _model()
     with _quick():
         ddp, optim = overlap.auto(model, _adamw(model), sample=_sample(rank), **OPTIONS)
-    plan = Plan.of(ddp)
+    plan = Plan.for_model(ddp)
     assert ddp.module is model
     result = _trained(ddp, optim, rank)
     plain = DistributedDataParallel(_model())
@@ -142,7 +142,7 @@ def _each_method(rank: int) -> None:
         model = _model()
         ddp, optim = overlap.auto(model, _adamw(model), plan=_plan(method), ddp_options={"bucket_cap_mb": 0.01})
         found = _trained(ddp, optim, rank)
-        assert Plan.of(ddp).method == method
+        assert Plan.for_model(ddp).method == method
         is_same = all(torch.equal(found[name], value) for name, value in expected.items())
         assert is_same == (METHODS[method].kind == "exact"), method
 
@@ -156,7 +156,7 @@ def _winner(rank: int, method: str, **options: Any) -> None:
     with _quick(fast=method):
         ddp, optim = overlap.auto(model, optimizer, sample=(x, y), **OPTIONS, **options)
     _trained(ddp, optim, rank)
-    assert Plan.of(ddp).method == method and "was chosen: it took" in Plan.of(ddp).reason
+    assert Plan.for_model(ddp).method == method and "was chosen: it took" in Plan.for_model(ddp).reason
 
 
 def _clipped(rank: int) -> None:
@@ -165,7 +165,7 @@ def _clipped(rank: int) -> None:
     options = {"sample": (x, y), **OPTIONS, "allow": "16-bit", "updates": "step"}
     with _quick(fast="bf16-deferred"):
         ddp, optim = overlap.auto(model, optimizer, **options)
-    assert Plan.of(ddp).method == "bf16-deferred"
+    assert Plan.for_model(ddp).method == "bf16-deferred"
     for batch in range(3):
         optim.zero_grad()
         CROSS_ENTROPY(ddp(x), y).backward()
@@ -414,7 +414,7 @@ def test_auto_needs_a_process_group_and_a_plan_its_model() -> None:
     with pytest.raises(ConfigurationError, match="init_process_group first"):
         overlap.auto(model, _adamw(model), sample=_sample(0), loss=CROSS_ENTROPY)
     with pytest.raises(ConfigurationError, match=r"overlap\.auto has not made this model"):
-        Plan.of(nn.Flatten())  # type: ignore[arg-type]
+        Plan.for_model(nn.Flatten())  # type: ignore[arg-type]
 
 
 def _bad_on_one(rank: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap.timeline import Activity, BucketReport, Interval, Phase, Report, StepReport
+from overlap.timeline import Activity, BucketReport, Interval, Report, Span, StepReport
 from overlap.timeline.report import hull, intersection, length_ms, trace_events, union, without
 
 
@@ -29,12 +29,12 @@ def step(rank: int = 0, number: int = 0) -> StepReport:
         step=number,
         step_ms=100.0,
         phases=(
-            Phase(0.0, 4.0, "buffers"),
-            Phase(4.0, 20.0, "forward"),
-            Phase(20.0, 22.0, "loss"),
-            Phase(22.0, 60.0, "backward"),
-            Phase(60.0, 90.0, "finalization"),
-            Phase(92.0, 95.0, "optimizer"),
+            Span(0.0, 4.0, "buffers"),
+            Span(4.0, 20.0, "forward"),
+            Span(20.0, 22.0, "loss"),
+            Span(22.0, 60.0, "backward"),
+            Span(60.0, 90.0, "finalization"),
+            Span(92.0, 95.0, "optimizer"),
         ),
         buckets=(
             bucket(0, 40.0, reduce(41.0, 55.0), update(56.0, 57.0)),
@@ -88,7 +88,7 @@ def test_what_follows_from_the_intervals_of_a_step() -> None:
 
 
 def test_a_step_without_communication_has_nothing_exposed() -> None:
-    one = StepReport(rank=0, step=0, step_ms=9.0, phases=(Phase(5.0, 6.0, "finalization"),), buckets=())
+    one = StepReport(rank=0, step=0, step_ms=9.0, phases=(Span(5.0, 6.0, "finalization"),), buckets=())
     assert (one.communication_ms, one.exposed_ms, one.overlap_fraction) == (0, 0, None)
 
 
@@ -97,7 +97,7 @@ def test_waiting_for_a_collective_in_the_middle_of_backward_is_exposed() -> None
         rank=0,
         step=0,
         step_ms=50.0,
-        phases=(Phase(0.0, 40.0, "backward"), Phase(10.0, 15.0, "wait"), Phase(40.0, 41.0, "finalization")),
+        phases=(Span(0.0, 40.0, "backward"), Span(10.0, 15.0, "wait"), Span(40.0, 41.0, "finalization")),
         buckets=(bucket(0, 10.0, reduce(10.0, 15.0)),),
     )
     assert (one.exposed_ms, one.overlap_fraction) == (5.0, 0.0)

@@ -231,8 +231,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
         if (own := state_dict.get(_KEY)) is None:
             warnings.warn(
-                f"the state has no step of local SGD, which stays at step {self.averager.step}: load what "
-                "local.state_dict() returned",
+                f"the state has no step of local SGD, which stays at step {self.averager.step}: load the "
+                "result of local.state_dict()",
                 UserWarning,
                 stacklevel=2,
             )

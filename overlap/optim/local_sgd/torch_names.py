@@ -141,7 +141,7 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` or the plain optimizer returned; warns where there is no ``step``."""
+        """Load a state that :meth:`state_dict` or the plain optimizer returned; warns where there is no ``step``."""
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
         if "step" not in state_dict:
             warnings.warn(
