@@ -89,8 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _whole_number(least: int, most: int) -> Callable[[str], int]:
-    """An argparse type: a whole number from `least` to `most`."""
-
     def parse(text: str) -> int:
         if text.isascii() and text.isdigit() and least <= int(text) <= most:
             return int(text)
@@ -367,7 +365,6 @@ def accuracy(run: TrainingRun, digits: Digits) -> float:
 
 
 def _compare(first: TrainingRun, second: TrainingRun) -> dict[str, float]:
-    """Largest absolute differences, over all ranks."""
     differences = {
         "parameters": largest_difference(dict(first.ddp.named_parameters()), dict(second.ddp.named_parameters())),
         "optimizer state": largest_difference(_optimizer_state(first), _optimizer_state(second)),
@@ -405,7 +402,6 @@ def present(results: Mapping[str, Any], options: argparse.Namespace) -> int:
 
 
 def _table(results: Mapping[str, Any]) -> str:
-    """The runs side by side."""
     runs, differences = results["runs"], results["largest_differences"]
     rows = [
         ("", *runs),
@@ -430,7 +426,6 @@ def _gain(runs: Mapping[str, Any], link: str) -> str:
 
 
 def _verdict(results: Mapping[str, Any], options: argparse.Namespace) -> str:
-    """One line."""
     if results["must_be_equal"]:
         if results["passed"]:
             return "Equal: parameters, optimizer state and buffers are the same in every bit."

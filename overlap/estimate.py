@@ -98,7 +98,6 @@ CHAINS = (
 
 
 def step_ms(job: Job, chain: Chain) -> float:
-    """The time of a step in ms."""
     link_bytes = job.link_gbit * 1e9 / 8
     all_reduce_s = 2 * (job.machines - 1) / job.machines * job.parameters * _GRADIENT_BYTES / link_bytes
     if job.compute_ms is None:
@@ -124,7 +123,6 @@ def step_ms(job: Job, chain: Chain) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The fields of a job."""
     for one in fields(Job):
         name, words = f"--{one.name.replace('_', '-')}", one.metadata["help"]
         if isinstance(one.default, bool):

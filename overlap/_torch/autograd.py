@@ -21,7 +21,6 @@ _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each of ``tensors`` has been changed in place."""
     return list(map(_version_of, tensors))
 
 

@@ -102,7 +102,6 @@ def group_store(group: dist.ProcessGroup) -> Store:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout of collectives on ``group``."""
     try:
         options = getattr(group._get_backend(device), "options", None)
     except RuntimeError:
@@ -220,13 +219,13 @@ class GroupChannel:
     """Whether it serves its group as long as that lives; else it is made anew after a failure."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group: Any = group  # The type stubs lack some methods.
 
     def size(self) -> int:
-        return self._group.size()
+        return int(self._group.size())
 
     def rank(self) -> int:
-        return self._group.rank()
+        return int(self._group.rank())
 
     def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
         options = _OF_SUM if op is _SUM else _asynchronous(dist.AllreduceOptions(), op)
@@ -269,7 +268,6 @@ class GroupChannel:
         return list(together.works)
 
     def add_messages(self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]]) -> list[Any]:
-        """Send ``sends``, and add to each of ``rows`` the messages of every other rank, in the order of ranks."""
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
         boxes = [[row[0].new_empty(sum([target.numel() for target in row])) for _ in peers] for row in rows]
         receives = [(box, peer) for of_row in boxes for box, peer in zip(of_row, peers, strict=True)]
@@ -307,13 +305,7 @@ class GlooChannel:
     box. While one row is added, the next one travels. So two rows of boxes are all that sums take, however large they
     are and however many are in flight: the waiter's thread finishes them one after another, in the order in which ranks
     issue them, and all use the same boxes. Each element has the same summands in the same order as if it were added
-    whole.
-
-    Args:
-        store: where the ranks find each other; nothing else is under its prefix.
-        rank: this rank's number in the group.
-        size: of the group.
-        timeout: of each collective.
+    whole. Nothing else is under the prefix of ``store``, where the ranks find each other.
     """
 
     lasts = False

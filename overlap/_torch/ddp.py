@@ -33,7 +33,6 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
 
 

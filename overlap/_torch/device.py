@@ -67,7 +67,7 @@ def has_stream_api(device: torch.device) -> bool:
 
 _streams = DeviceStreams()
 # Their side streams, by owner. See :func:`stream_of`.
-_owned: weakref.WeakKeyDictionary[object, dict[tuple[torch.device, str], Any]] = weakref.WeakKeyDictionary()
+_owned: weakref.WeakKeyDictionary[object, dict[torch.device, Any]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -87,16 +87,16 @@ def has_streams(device: torch.device) -> bool:
     return _streams.has_streams(device)
 
 
-def stream_of(owner: object, device: torch.device, use: str = "", *, priority: int = 0) -> Any:
-    """The side stream of ``owner`` on ``device`` for ``use``, made on first use; it is forgotten with its owner.
+def stream_of(owner: object, device: torch.device, *, priority: int) -> Any:
+    """The side stream of ``owner`` on ``device``, made on first use; it is forgotten with its owner.
 
     An owner that is made anew at each call keeps its stream here: PyTorch has 32 and hands them out in turn, and the
     caching allocator keeps memory for each.
     """
     streams = _owned.setdefault(owner, {})
-    if (device, use) not in streams:
-        streams[device, use] = _streams.new_stream(device, priority=priority)
-    return streams[device, use]
+    if device not in streams:
+        streams[device] = _streams.new_stream(device, priority=priority)
+    return streams[device]
 
 
 def current_stream(device: torch.device) -> Any:

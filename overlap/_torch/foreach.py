@@ -35,7 +35,6 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 
@@ -62,7 +61,6 @@ def add_one_(steps: list[Tensor]) -> None:
 
 
 def subtract_(tensors: list[Tensor], subtrahend: Tensor) -> None:
-    """Subtract ``subtrahend`` from each tensor, in place."""
     torch._foreach_sub_(tensors, [subtrahend] * len(tensors))
 
 
@@ -95,11 +93,9 @@ class LargestElements:
         self._largest: list[Tensor] = []
 
     def clear(self) -> None:
-        """A new pass begins."""
         self._largest.clear()
 
     def update(self, gradients: Sequence[Tensor]) -> None:
-        """Take note of ``gradients``."""
         present = [gradient for gradient in gradients if gradient.numel()]
         if present:
             # A number of float64 may be infinite as float32.

@@ -175,7 +175,6 @@ def watch_steps(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], 
 
 
 def drop_hooks(optimizer: Optimizer) -> None:
-    """Remove the step hooks of ``optimizer``, a copy."""
     for attribute in hook_attributes[:2]:
         setattr(optimizer, attribute, OrderedDict())
 

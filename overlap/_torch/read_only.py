@@ -61,7 +61,6 @@ class GradAccessPolicy:
         """``step()`` of ``optimizer``, which has the parameter, uses ``gradient``."""
 
     def refuse(self, gradient: AppliedGradient, attempt: DeniedAccess) -> NoReturn:
-        """Raise the error for ``attempt`` on ``gradient``."""
         raise TrainingLoopError(
             "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor "
             "can it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
@@ -165,7 +164,6 @@ class AppliedGradient(Tensor):
         return self.read().clone().numpy(force=force)
 
     def tolist(self) -> Any:
-        """As of any tensor."""
         return self.read().tolist()
 
     def _refuse_memory(self, *_: Any) -> NoReturn:

@@ -102,7 +102,6 @@ def check_hook(thing: object) -> None:
 
 
 def hook_name(hook: object) -> str:
-    """The name of ``hook`` in messages."""
     function = getattr(hook, "func", hook)  # functools.partial
     name: str = getattr(function, "__name__", None) or type(function).__name__
     return name.removeprefix("overlap.")

@@ -121,7 +121,6 @@ class ReplicaRuntime(Runtime):
         return Executor(Channels(context.group, are_private=Channels.can_serve(context.group)))
 
     def install(self) -> None:
-        """Have FSDP call the reducer."""
         for unit in self.units:
             if fsdp.replicas_of(unit.fsdp) is None:
                 unit.fsdp._all_reduce_hook = partial(self._on_shard, unit)

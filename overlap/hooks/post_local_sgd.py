@@ -57,10 +57,8 @@ class PostLocalSGDState(classes.PostLocalSGDState):
         post_local_gradient_allreduce: bool = True,
     ) -> None:
         start = check_whole_number("start_localSGD_iter", start_localSGD_iter, least=0)
-        if subgroup is not None:
-            check_subgroup(subgroup)
         self.process_group = check_group("process_group", process_group)
-        self.subgroup = subgroup
+        self.subgroup = check_group("subgroup", subgroup)
         self.start_localSGD_iter = start
         self.post_local_gradient_allreduce = check_flag("post_local_gradient_allreduce", post_local_gradient_allreduce)
         self.iter = 0
@@ -193,22 +191,3 @@ post_localSGD_hook = StageHook(  # noqa: N816 (PyTorch's name)
     """,
     module=__name__,
 )
-
-
-def check_subgroup(subgroup: object, group: dist.ProcessGroup | None = None) -> None:
-    """Check that this rank is in ``subgroup``, and that all its ranks are in ``group``, where one is given.
-
-    Raises:
-        ConfigurationError: it is not a process group, or ranks do not fit.
-    """
-    if subgroup is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(subgroup, dist.ProcessGroup):
-        raise ConfigurationError(f'subgroup must be a process group, "machine" or None, got {short_repr(subgroup)}')
-    if not isinstance(subgroup, dist.ProcessGroup) or dist.get_rank(subgroup) < 0:
-        raise ConfigurationError(
-            f"rank {dist.get_rank()} is not in the subgroup that it was given ({short_repr(subgroup)}); give each rank "
-            "the one that it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
-        )
-    if group is None:
-        return
-    if strangers := sorted(set(dist.get_process_group_ranks(subgroup)) - set(dist.get_process_group_ranks(group))):
-        raise ConfigurationError(f"ranks {strangers} of the subgroup are not in the model's process group")

@@ -119,7 +119,6 @@ class Attachment:
         """The state that the framework's own checkpoint lacks."""
 
     def _chain(self, given: Any, late: str, instead: str) -> Chain:
-        """The chain to register, which a :class:`Recipe` was given."""
         made: Any = given
         overlapped = self.given
         if not isinstance(made, Stage):

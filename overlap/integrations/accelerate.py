@@ -104,7 +104,6 @@ class Attached:
 
     @property
     def runs(self) -> list[Attachment]:
-        """In the order of their models."""
         return list(self._holders)
 
     def carry_out(
@@ -126,7 +125,6 @@ class Attached:
         return run
 
     def detach(self, run: Attachment) -> None:
-        """Undo :meth:`carry_out`."""
         holders = self._holders.pop(run)
         run.remove()
         for outer, inner, given in zip(holders, run.optimizers, run.given, strict=True):

@@ -129,7 +129,6 @@ class StepAdapter:
         self._join.on_call(self, Call.STEP)
 
     def replay(self, call: Call, detail: Sequence[float]) -> None:
-        """Repeat ``call`` on a rank without inputs, by its ``detail``."""
         self._repeat()
 
 
@@ -212,7 +211,6 @@ class DDPAdapter:
         return self._join.divides_by_count and hook_name(self._ddp) is None
 
     def enter(self, undo: ExitStack) -> None:
-        """As :meth:`StepAdapter.enter`."""
         ddp, join = self._ddp, self._join
         hook = hook_name(ddp)
         if join.divides_by_count and hook is not None and not hook.startswith("overlap"):
@@ -293,7 +291,6 @@ class DDPAdapter:
 
     @torch.no_grad()
     def replay(self, call: Call, detail: Sequence[float]) -> None:
-        """As :meth:`StepAdapter.replay`."""
         ddp, join = self._ddp, self._join
         join.gradients.take_back()
         if call is Call.BACKWARD:

@@ -414,7 +414,6 @@ class Join(base.Join):
     # A rank that has left its loop.
 
     def _replay(self) -> None:
-        """Repeat the others' calls until all ranks have run out."""
         self._has_joined = True
         self._begin(has_inputs=False)
         while any(self.active):
@@ -446,7 +445,6 @@ class Join(base.Join):
         self._pending = self._poll(call, about)
 
     def _of_ranks(self, number: float) -> list[int]:
-        """The ``number`` of every rank."""
         placed = [0.0] * self._size
         placed[self._rank] = number
         return [int(each) for each in _Poll(self._channel, placed).result(self.board.poll)]
@@ -534,7 +532,6 @@ def _disconnect(group: dist.ProcessGroup) -> None:
 
 
 def _without(active: Sequence[bool]) -> list[int]:
-    """The ranks that have no inputs."""
     return [rank for rank, is_active in enumerate(active) if not is_active]
 
 

@@ -49,7 +49,6 @@ class _HandedOver:
     are_parts: bool = False
 
     def are_there(self) -> list[bool]:
-        """Whether each wrapper still is in ``.grad``."""
         return list(map(operator.is_, map(_grad_of, self.parameters), self.wrappers))
 
 
@@ -91,7 +90,6 @@ class PassGradients:
     # In backward.
 
     def begin_pass(self) -> None:
-        """A backward begins."""
         self.forget()
         self._cleared, self.unused = [], set()
 

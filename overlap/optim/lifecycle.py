@@ -323,7 +323,6 @@ class UpdateLifecycle(GradAccessPolicy):
         self._moved: str | None = None
 
     def attach(self, context: StageContext) -> None:
-        """The update is registered with the model of ``context``."""
         self.context, self.names = context, context.names or {}
 
     @property
@@ -453,12 +452,10 @@ class UpdateLifecycle(GradAccessPolicy):
             self.gradients.forget()
 
     def on_failure(self) -> None:
-        """A stage raised in backward."""
         self._used = None
         self.phase = self.check(Event.FAILURE)
 
     def on_update_failure(self) -> None:
-        """The optimizer raised in ``step()``."""
         if self.phase is Phase.REDUCED:
             self._settle(is_made=False)
         self.phase = self.check(Event.UPDATE_FAILURE)

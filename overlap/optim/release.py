@@ -144,7 +144,6 @@ class _Memory:
         return storage_uses(self._storage) <= _OWN_USES
 
     def allocate(self) -> None:
-        """Allocate the storage on the current stream, uninitialized."""
         resize_storage(self._storage, self._nbytes)
         self.is_empty = False
         if has_streams(self._storage.device):

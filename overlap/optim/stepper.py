@@ -277,7 +277,6 @@ class FoundInf:
 
     @classmethod
     def given_to(cls, optimizer: Optimizer) -> FoundInf:
-        """The verdict of the ``GradScaler`` that calls ``optimizer.step()``."""
         return cls(optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale"))
 
     @classmethod
@@ -298,7 +297,6 @@ class FoundInf:
         return self.found_inf is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def unscale_(self, gradients: Sequence[Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
         if self.scale is not None and gradients:
             scale_(gradients, self.scale.double().reciprocal().float())
 

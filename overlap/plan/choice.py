@@ -297,7 +297,6 @@ def decide(last: str | None, ratios: Sequence[float], *, is_complete: bool) -> t
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The lower quartile, the median and the upper quartile."""
     if len(values) == 1:
         return [*values] * 3
     return [round(value, 4) for value in statistics.quantiles(values, method="inclusive")]

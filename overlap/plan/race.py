@@ -63,7 +63,6 @@ Training = tuple[nn.Module, Optimizer, Callable[..., Any]]
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Of the trained parameters."""
     return next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -97,7 +97,6 @@ class _Ranks:
 
     @staticmethod
     def for_group(group: dist.ProcessGroup) -> _Ranks:
-        """That of ``group``."""
         with _making:
             if (found := _ranks.get(group)) is None:
                 found = _ranks[group] = _Ranks(group)

@@ -32,11 +32,9 @@ class Leaf:
 
     @property
     def end(self) -> int:
-        """Where it ends there."""
         return self.start + self.shape.numel() * self.dtype.itemsize
 
     def value(self, tensor: Tensor) -> Any:
-        """The value itself, of a ``tensor`` with its bytes."""
         return int(tensor.item()) if self.is_number else tensor
 
 
@@ -102,7 +100,6 @@ def laid_out(skeleton: Any) -> tuple[Any, list[Leaf]]:
 
 
 def filled(laid: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
-    """A value that was laid out, with its tensors."""
     return mapped(laid, lambda one: one.value(tensor_of(one)) if isinstance(one, Leaf) else one)
 
 
@@ -120,8 +117,6 @@ def send(value: Any, to: int, group: dist.ProcessGroup) -> None:
 
 
 def receive(rank: int, group: dist.ProcessGroup) -> Any:
-    """The value that ``rank`` sends."""
-
     def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.numel():

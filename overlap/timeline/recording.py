@@ -10,10 +10,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -71,27 +70,14 @@ class Timeline:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         self._title = "plain DDP"
-        self._block: AbstractContextManager[None] | None = None
         self._recorder: Recorder | None = None
-        """When the block is over."""
+        self._cleanup = ExitStack()
+        self._is_over = False
         self._report: Report | None = None
 
     def __enter__(self) -> Self:
-        if self._block is not None:
+        if self._recorder is not None:
             raise TrainingLoopError("a Timeline records one block; make another for the next: overlap.Timeline(ddp)")
-        block = self._recording()
-        block.__enter__()
-        self._block = block
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._block is not None
-        self._block.__exit__(kind, error, trace)
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
         registration = registration_of(self._ddp) if isinstance(self._ddp, DistributedDataParallel) else None
         with ExitStack() as cleanup:
             if registration is None:
@@ -108,14 +94,19 @@ class Timeline:
             recorder = registration.runtime.executor.observer = Recorder(clock, _roles_of(registration.stage))
             cleanup.callback(setattr, registration.runtime.executor, "observer", None)
             cleanup.enter_context(recorder.watching(self._ddp))
-            cleanup.callback(setattr, self, "_recorder", recorder)
-            yield
-            recorder.stop()
+            self._recorder, self._cleanup = recorder, cleanup.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None and self._recorder is not None:
+            self._recorder.stop()
+        self._is_over = True
+        self._cleanup.close()
 
     @property
     def steps(self) -> tuple[StepReport, ...]:
         """This rank's own steps; issues nothing."""
-        if self._recorder is None:
+        if self._recorder is None or not self._is_over:
             raise TrainingLoopError("a Timeline has its steps when its `with` block is over")
         return self._recorder.read(rank=self._ddp.process_group.rank())
 
@@ -215,12 +206,8 @@ class StepRecord:
 
 
 class Recorder:
-    """Takes marks in the training loop's hooks and, as an observer, for the engine that drives the stages.
-
-    Args:
-        clock: takes the marks.
-        roles: of each stage, by the label that it runs under.
-    """
+    """Takes marks in the training loop's hooks and, as an observer, for the engine that drives the stages; ``roles``
+    are those of the stages, by the labels that they run under."""
 
     def __init__(self, clock: Clock, roles: Mapping[str, Role]) -> None:
         self.clock = clock

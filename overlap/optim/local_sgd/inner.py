@@ -35,7 +35,6 @@ class SeveralOptimizers(Optimizer):
                     )
 
     def step(self) -> None:  # type: ignore[override]
-        """One step of each."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -45,23 +44,19 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of all, in order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of all, by parameter, to read."""
         return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigurationError(f"{self!r}: add the group to the optimizer that is to step it")
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"optimizers": [...]}``, one for each."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned."""
         saved = state_dict.get("optimizers", ())
         if len(saved) != len(self.optimizers):
             raise ConfigurationError(

@@ -16,13 +16,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import check_ddp, is_one_of
+from overlap._checks import check_ddp, check_group, is_one_of
 from overlap._torch.ddp import before_final_sync
 from overlap._torch.join import is_joining, used_in_shadow
 from overlap._torch.optimizer import step_hooks
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
-from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
+from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState
 from overlap.hooks.states import alike_in, under, warn_of_memory
 from overlap.hooks.wires import Wire
 from overlap.join.context import active_join, refuse_before_model, refuse_once_joined
@@ -109,8 +109,11 @@ class LocalSGD(AveragingOptimizer, Joinable):
         self.process_group: dist.ProcessGroup = ddp.process_group
         if start_step is None:
             start_step = 1000 if outer is None else 0
-        if not is_one_of(subgroup, None, "machine"):
-            check_subgroup(subgroup, self.process_group)
+        given = None if is_one_of(subgroup, "machine") else check_group('subgroup (or "machine")', subgroup)
+        if given is not None:
+            whole = set(dist.get_process_group_ranks(self.process_group))
+            if strangers := sorted(set(dist.get_process_group_ranks(given)) - whole):
+                raise ConfigurationError(f"ranks {strangers} of the subgroup are not in the model's process group")
         self.averager = Averager(
             self,
             ddp,
@@ -130,7 +133,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         self._stage = _LocalSGDStage(self)
         state = _AveragersState(
             self.process_group,
-            None if isinstance(subgroup, str) else subgroup,
+            given,
             start_step,
             post_local_gradient_allreduce=subgroup is not None,
         )
@@ -207,12 +210,10 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The parameters' device."""
         return self._stage.context.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The model's."""
         return self.process_group
 
     # State.
@@ -430,7 +431,6 @@ class _LocalJoinHook(JoinHook):
             hook(local, (local,), {})
 
     def post_hook(self, is_last_joiner: bool = True) -> None:
-        """All ranks end with the same parameters."""
         if self.is_open:
             self._local.averager.synchronize(self._local._stage.context, is_joining=self._local.is_joining)
             self.is_open = False

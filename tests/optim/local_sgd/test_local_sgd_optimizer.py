@@ -99,7 +99,7 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"period": 0}, "period must be a whole number of at least 1, got 0"),
         ({"start_step": -1}, "start_step must be a whole number of at least 0, got -1"),
-        ({"subgroup": others[1 - rank]}, f"rank {rank} is not in the subgroup"),
+        ({"subgroup": others[1 - rank]}, "this rank is not in the group that it was given as subgroup"),
         ({"subgroup": "node"}, "machine"),
         ({"overlap": -1}, "overlap must be a whole number"),
         ({"fragments": 100}, "leaves some without a parameter"),
