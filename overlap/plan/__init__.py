@@ -2,7 +2,7 @@
 
 choice      `auto`, the rule by which it decides, and the plan
 candidates  the chains to choose from, and their construction
-race        successive halving of real steps on copies, each candidate beside plain DDP
+race        real steps on copies, each candidate beside plain DDP
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def is_surely_faster(ratios: Sequence[float]) -> bool:
 
 
 def decide(last: str | None, ratios: Sequence[float], *, is_complete: bool) -> tuple[str, str]:
-    """The method to build, and the reason: ``last`` won the race, with these ``ratios`` in its last heat."""
+    """The method to build, and the reason: ``last`` was the fastest, with these ``ratios`` in its last rounds."""
     more = "" if is_complete else " The time was too short for all candidates: give more seconds=."
     if last is None:
         return PLAIN, f"Plain DDP stays: no other candidate was raced.{more}"
@@ -304,7 +304,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A candidate and its last heat of the race."""
+    """A candidate and its last rounds of the race."""
 
     method: str
     measured_ms: float | None = None

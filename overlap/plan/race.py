@@ -1,12 +1,12 @@
-"""Successive halving of real steps: each method beside plain DDP, on copies, by turns.
+"""Real steps of each method beside plain DDP, on copies, by turns; and then of the fastest, for as long again.
 
 [Note: the race]
 
 A candidate is built on a copy of the model, next to a copy with the baseline, plain DDP. In a round each of the two
 takes some steps, all ranks starting together; the ratio of the two times is one measurement, in which most of the noise
-of a shared machine cancels. All candidates have their heat of such rounds, the faster half has another one of twice the
-length, and so on, until the last one races for all the time that is left. So at most two copies exist at a time, and
-the rounds of the last heat are not those by which its candidate was selected.
+of a shared machine cancels. All candidates share half of the time for such rounds, and the fastest has the other half
+for rounds that decide. So at most two copies exist at a time, and the rounds that decide are not those by which the
+fastest was selected.
 
 All ranks do the same in the same order: after each thing that can fail (building, a step, a round) they agree on how it
 went. A rank on which a candidate raises a ConfigurationError or runs out of memory closes the connections, so that the
@@ -194,7 +194,7 @@ class Race:
         self._agreement, self._given_group = agreement, group
         self._own, self._sample, self._ddp_options, self._like = own, sample, ddp_options, like
         self.samples: dict[str, list[float]] = {PLAIN: []}
-        """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of plain DDP, in all."""
+        """Of each candidate, ms a step of the slowest rank in its last rounds; of plain DDP, in all."""
         self.ratios: dict[str, list[float]] = {}
         """Of each of these rounds, the step of the candidate as a part of plain DDP's."""
         self.refused: dict[str, str] = {}
@@ -224,7 +224,7 @@ class Race:
             dist.destroy_process_group(self._group)
 
     def run(self, entrants: Sequence[str], *, end_s: float) -> str | None:
-        """Race until ``end_s`` of rank 0's monotonic clock; returns the candidate of the last heat, if there was one.
+        """Race until ``end_s`` of rank 0's monotonic clock; returns the fastest candidate, if one was raced.
 
         Where the time is short, the first of ``entrants`` race.
 
@@ -234,26 +234,20 @@ class Race:
         self._show(PLAIN)
         start_s, plain = time.monotonic(), self._plain()
         add_ms = self._agreement.agree(1e3 * (time.monotonic() - start_s), _first)
-        last_ms = add_ms + FEWEST_ROUNDS * 2 * max(plain.step_ms, _SAMPLE_MS)
+        final_ms = add_ms + FEWEST_ROUNDS * 2 * max(plain.step_ms, _SAMPLE_MS)
         self.samples[PLAIN].append(plain.step_ms)
-        field = list(entrants)
-        while field:
-            heats, is_last = len(field).bit_length(), len(field) == 1
-            start_s = time.monotonic()
-            share_s = (end_s - start_s) / heats / len(field)
-            for place, one in enumerate(field, 1):
-                # There must be time for a last heat, unless this is it.
-                is_short = self._agreement.agree(1e3 * (end_s - time.monotonic()) < last_ms, _first)
-                if is_short and not (is_last and one in self.ratios):
-                    self.is_complete = False
-                    break
-                self._show(one)
-                self._compare(one, until_s=start_s + place * share_s, least=FEWEST_ROUNDS if is_last else 1)
-            field = [one for one in field if one in self.ratios and one not in self.refused]
-            if is_last:
-                return field[0] if field else None
-            field = sorted(field, key=lambda one: statistics.median(self.ratios[one]))[: max(1, len(field) // 2)]
-        return None
+        start_s = time.monotonic()
+        for place, one in enumerate(entrants, 1):
+            if self._agreement.agree(1e3 * (end_s - time.monotonic()) < final_ms, _first):
+                self.is_complete = False
+                break
+            self._compare(one, until_s=start_s + place * (end_s - start_s) / 2 / len(entrants), least=1)
+        raced = [one for one in entrants if one in self.ratios and one not in self.refused]
+        if not raced:
+            return None
+        fastest = min(raced, key=lambda one: statistics.median(self.ratios[one]))
+        self._compare(fastest, until_s=end_s, least=FEWEST_ROUNDS)
+        return None if fastest in self.refused else fastest
 
     def _show(self, candidate: str) -> None:
         self._progress.set_description_str(f"overlap.auto races {candidate}")
@@ -266,6 +260,7 @@ class Race:
 
     def _compare(self, candidate: str, *, until_s: float, least: int) -> None:
         """Rounds of ``candidate`` and of plain DDP, up to a time of rank 0, but at least so many."""
+        self._show(candidate)
         plain, lane = self._plain(), self._add(candidate)
         if lane is None:
             return

@@ -69,11 +69,11 @@ def _run(race: _Race, entrants: Sequence[str], seconds: float, monkeypatch: pyte
     return race.run(entrants, end_s=seconds)
 
 
-def test_the_faster_half_stays_and_the_last_one_has_the_rest_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_has_the_second_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     race = _Race({PLAIN: 100, STEP: 99, ZERO: 70, FORWARD: 95, BF16: 80})
     assert _run(race, [STEP, ZERO, FORWARD, BF16], 60.0, monkeypatch) == ZERO
-    assert race.heats == [PLAIN, STEP, ZERO, FORWARD, BF16, ZERO, BF16, ZERO]
-    assert len(race.ratios[ZERO]) > 2 * len(race.ratios[BF16]) > 2 * len(race.ratios[STEP])
+    assert race.heats == [PLAIN, STEP, ZERO, FORWARD, BF16, ZERO]
+    assert len(race.ratios[ZERO]) > 3 * len(race.ratios[BF16]) and len(race.ratios[BF16]) >= len(race.ratios[STEP])
     assert 55 < race.now_s < 63
     assert is_surely_faster(race.ratios[ZERO])
 

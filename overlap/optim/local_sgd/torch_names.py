@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,12 +49,11 @@ def average_parameters(params: Params, process_group: dist.ProcessGroup | None =
         average({str(id(tensor)): tensor.detach() for tensor in tensors}, group).wait()
 
 
-@classes.ModelAverager.register
-class ModelAverager(ABC):
+class ModelAverager(classes.ModelAverager):
     """Averages parameters over ``process_group``, the default one where ``None``, at some steps of the training loop.
 
     Raises:
-        ConfigurationError: ``torch.distributed`` is not initialized.
+        ConfigurationError: ``torch.distributed`` is not initialized, or ``process_group`` is no group.
 
     >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
     >>> isinstance(averager, ModelAverager)
@@ -64,10 +63,7 @@ class ModelAverager(ABC):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("averaging needs torch.distributed.init_process_group first")
-        given = check_group("process_group", process_group, may_be_outside=True)
-        self.process_group: dist.ProcessGroup = given if given is not None else dist.group.WORLD  # type: ignore[assignment]
-        self.step = 0
-        """Calls of :meth:`average_parameters` so far."""
+        super().__init__(check_group("process_group", process_group, may_be_outside=True))
 
     @abstractmethod
     def average_parameters(self, params: Params) -> None:
