@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import statistics
@@ -23,8 +22,9 @@ from tqdm import tqdm
 
 from overlap._checks import check_group, check_number, check_whole_number, short_repr, type_name
 from overlap._torch.ddp import uncompiled
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.errors import ConfigurationError
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
+from overlap.optim.stepper import check_optimizer
 from overlap.plan.candidates import METHODS, PLAIN, allowed, build, obstacle
 from overlap.plan.race import Like, Race, device_of, generators_restored
 from overlap.ranks.board import Agreement
@@ -241,19 +241,12 @@ def _check_model(model: Any) -> None:
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    kind = type_name(optimizer)
-    is_wrapper = isinstance(optimizer, (OverlappedOptimizer, ZeroRedundancyOptimizer))
-    if is_wrapper or not isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, (OverlappedOptimizer, ZeroRedundancyOptimizer)):
         raise ConfigurationError(
-            f"optimizer is a {kind}: give a plain torch.optim.Optimizer, such as "
+            f"optimizer is a {type_name(optimizer)}: give a plain torch.optim.Optimizer, such as "
             "torch.optim.AdamW(model.parameters(), lr=1e-3); auto wraps it as its choice needs"
         )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedError(
-            f"optimizer is a {kind}, whose step() needs a closure, and auto measures loops that call step() alone: "
-            "use plain DDP with it"
-        )
+    check_optimizer(optimizer)
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if own.isdisjoint(model.parameters()):
         raise ConfigurationError("optimizer has none of the model's parameters: make it from model.parameters()")

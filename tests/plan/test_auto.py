@@ -399,7 +399,7 @@ def _bad_input(rank: int) -> None:
         "nothing trained": (nn.Flatten(), _adamw(model), {}, "model has trained parameters on 0 devices"),
         "overlapped": (model, overlap.OverlappedOptimizer(_adamw(model)), {}, "optimizer is a OverlappedOptimizer"),
         "another's": (_model(), _adamw(model), {}, "none of the model's parameters"),
-        "closure": (model, torch.optim.LBFGS(model.parameters()), {}, r"LBFGS, whose step\(\) needs a closure"),
+        "closure": (model, torch.optim.LBFGS(model.parameters()), {}, r"LBFGS evaluates the model again"),
     }
     before = issued(group)
     for name, (one, other, options, words) in cases.items():
