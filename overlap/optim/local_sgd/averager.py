@@ -273,6 +273,10 @@ class Averager:
             )
         if self.anchors is not None and state["anchors"] and state["anchors"].keys() != self.anchors.keys():
             raise ConfigurationError("the state of local SGD is of a model with other parameters")
+        flight = state["flight"]
+        tensors = {} if flight is None else self._tensors_of(flight["fragment"])
+        if flight is not None and flight["snapshots"].keys() != tensors.keys():
+            raise ConfigurationError("the pending average that was saved is of a model with other parameters")
         wire = state["wire"] or {}
         if self.wire is not None:
             self.wire.memory.load_state_dict(wire)
@@ -289,10 +293,7 @@ class Averager:
             copy_all([self.anchors[name] for name in state["anchors"]], list(state["anchors"].values()))
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
-        if (flight := state["flight"]) is not None:
-            tensors = self._tensors_of(flight["fragment"])
-            if flight["snapshots"].keys() != tensors.keys():
-                raise ConfigurationError("the pending average that was saved is of a model with other parameters")
+        if flight is not None:
             means, snapshots = (
                 {name: flight[key][name].to(tensor.device, copy=True) for name, tensor in tensors.items()}
                 for key in ("means", "snapshots")
