@@ -195,29 +195,20 @@ class Report:
         """The steps of all ranks."""
         return tuple(step for steps in self.ranks for step in steps)
 
-    def median_step(self) -> int | None:
-        """The number of the step that took rank 0 the median time; ``None`` if nothing was recorded.
-
-        The first two steps, in which DDP makes its buckets, are left out if there are more.
-        """
-        steps = sorted(self.ranks[0][2:] or self.ranks[0], key=lambda step: step.step_ms)
-        return steps[(len(steps) - 1) // 2].step if steps else None
-
-    def of_step(self, number: int) -> tuple[StepReport, ...]:
-        """One step on every rank that recorded it."""
-        return tuple(step for step in self.steps if step.step == number)
-
     def __str__(self) -> str:
-        """Every step in a line, and the buckets of rank 0's median step."""
+        """Every step in a line, and the buckets of the step that took rank 0 the median time.
+
+        The first two steps, in which DDP makes its buckets, are left out of the median if there are more.
+        """
         ranks = len(self.ranks)
         heading = f"{self.title} on {ranks} {'rank' if ranks == 1 else 'ranks'}, times in ms"
-        number = self.median_step()
-        if number is None:
+        steps = sorted(self.ranks[0][2:] or self.ranks[0], key=lambda step: step.step_ms)
+        if not steps:
             return f"{heading}\nno step was recorded"
+        step = steps[(len(steps) - 1) // 2]
         lines = [heading, *_table(_STEP_COLUMNS, self.steps)]
-        for step in self.of_step(number)[:1]:
-            lines += ["", f"buckets of step {number} on rank {step.rank}, from the step's start"]
-            lines += _table(_BUCKET_COLUMNS, step.buckets)
+        lines += ["", f"buckets of step {step.step} on rank {step.rank}, from the step's start"]
+        lines += _table(_BUCKET_COLUMNS, step.buckets)
         return "\n".join(lines)
 
 
