@@ -239,15 +239,12 @@ class _Launched(Operation):
 
 
 def _refusal(number: object, rank: int) -> ConfigurationError:
-    if isinstance(number, Tensor) and number.dim() != 0:
+    is_one = number.dim() == 0 if isinstance(number, Tensor) else as_number(number) is not None
+    if not is_one:
+        given = f"a tensor of shape {tuple(number.shape)}" if isinstance(number, Tensor) else short_repr(number)
         return ArgumentTypeError(
-            f"rank {rank} counts a tensor of shape {tuple(number.shape)}: give count() the sum, as in "
-            "by_count.count(mask.sum())"
-        )
-    if not isinstance(number, Tensor) and as_number(number) is None:
-        return ArgumentTypeError(
-            f"rank {rank} counts {short_repr(number)}, which is not a number: give count() the number of samples or "
-            "tokens that the loss is the sum of, as in by_count.count(len(x))"
+            f"rank {rank} counts {given}, which is not a number: give count() the number of samples or tokens that the "
+            "loss is the sum of, as in by_count.count(len(x)) or by_count.count(mask.sum())"
         )
     return ConfigurationError(
         f"rank {rank} counts {short_repr(number)}: the number of samples or tokens that a loss is the sum of is real, "
