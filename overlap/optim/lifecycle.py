@@ -502,7 +502,7 @@ class UpdateLifecycle(GradAccessPolicy):
             form = self.form
             raise TrainingLoopError(_CHANGED.format(change=changed, step=form.step, deferred=form.deferred_code))
 
-    def check_reduced(self, pending: Iterable[Tensor], *, allows_zeros: bool = True) -> None:
+    def check_reduced(self, pending: Iterable[Tensor], *, allows_zeros: bool) -> None:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, not the mean; zeros,
         with which an optimizer makes its state, are the same on every rank."""
         reduced = self.gradients.reduced
@@ -515,7 +515,7 @@ class UpdateLifecycle(GradAccessPolicy):
             names = self.names[local[0]] + and_others(local)
             raise TrainingLoopError(_UNREDUCED.format(step=self.form.step, names=names))
 
-    def check_once(self, *, is_all: bool = True) -> None:
+    def check_once(self, *, is_all: bool) -> None:
         """Raises: TrainingLoopError: only applied gradients are there (``is_all``: nothing else is to be applied), or
         the loop has changed one since, so that plain DDP would apply it again."""
         if self.phase is not Phase.STEPPED:
