@@ -365,7 +365,7 @@ WRONG_COUNTS: list[tuple[Any, str]] = [
     (-2, r"rank 1 counts -2: .*at least 0"),
     (float("nan"), r"rank 1 counts nan"),
     (torch.tensor(float("inf")), r"rank 1 counts tensor\(inf\)"),
-    (torch.ones(2), r"rank 1 counts a tensor of shape \(2,\): .*mask\.sum\(\)"),
+    (torch.ones(2), r"rank 1 counts a tensor of shape \(2,\), which is not a number: .*mask\.sum\(\)"),
     ("3", r"rank 1 counts '3', which is not a number"),
     (torch.tensor(True), r"rank 1 counts tensor\(True\)"),
 ]
