@@ -27,6 +27,8 @@ class Operation:
     """Something that a stage awaits."""
 
     label: str = ""
+    awaits_whole_pass = False
+    """Whether it is done only when every other bucket of the pass awaits the same or is done."""
 
     @property
     def sent_bytes(self) -> int:
@@ -119,9 +121,10 @@ class FutureResult(Operation):
 
 
 class WholePass(Operation):
-    """Done when every other bucket of the backward pass awaits the same or is done."""
+    """See :func:`whole_pass`."""
 
     label = "whole pass"
+    awaits_whole_pass = True
 
 
 def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Operation:
