@@ -367,6 +367,13 @@ def updates_of(sequence: Sequence[Stage]) -> list[UpdateStage]:
     return [stage for stage in sequence if isinstance(stage, UpdateStage)]
 
 
+def check_names(stage: Stage) -> None:
+    """Raises: ConfigurationError: the stage's class has a method by a former name, which nothing would call."""
+    former = {"placed": "check_position", "passed": "output_bucket"}
+    for old in filter(partial(hasattr, type(stage)), former):
+        raise ConfigurationError(f"{type(stage).__name__}.{old} is never called: rename it to {former[old]}")
+
+
 def check_order(sequence: Sequence[Stage]) -> None:
     """Have each stage of a chain check the stages around it. Raises: ConfigurationError: they are out of order."""
     for position, stage in enumerate(sequence):

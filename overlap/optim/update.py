@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, digest, short_repr
+from overlap._checks import PLAIN_TYPES, check_flag, digest, short_repr
 from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
@@ -57,7 +57,6 @@ class BucketLayout:
 
 L = TypeVar("L", bound=BucketLayout)
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _PARTIAL = (
     "some parameters may have been updated by then, and on other ranks others: load a checkpoint before going on, or "
     "use {deferred}, which updates all or none"
@@ -441,7 +440,7 @@ class Update(UpdateStage, Generic[L]):
 def _as_text(value: Any) -> str:
     """A hyperparameter as text, the same on every rank; the class's name for an object that is not a plain value."""
     value = value.tolist() if isinstance(value, Tensor) else value
-    is_plain = all(isinstance(one, _PLAIN) for one in (value if isinstance(value, (list, tuple)) else [value]))
+    is_plain = all(isinstance(one, PLAIN_TYPES) for one in (value if isinstance(value, (list, tuple)) else [value]))
     return repr(value) if is_plain else type(value).__name__
 
 

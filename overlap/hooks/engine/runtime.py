@@ -38,6 +38,7 @@ from overlap.hooks.stage import (
     Stage,
     StageContext,
     UpdateStage,
+    check_names,
     check_order,
     planner,
     updates_of,
@@ -171,10 +172,11 @@ class Runtime:
         return model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
 
     def attach(self) -> None:
-        """Attach the stages. Raises: ConfigurationError: one refuses the model or its position."""
+        """Attach the stages. Raises: ConfigurationError: one refuses the model, its position or its names."""
         sequence = self.stage.sequence
         check_order(sequence)
         for stage, context in with_contexts(self.stage, self.context):
+            check_names(stage)
             stage.attach(context)
             stage.is_registered = True
             self._attached.append(stage)

@@ -109,7 +109,7 @@ class Task:
     def __init__(self, pieces: Sequence[Piece], executor: Executor, subject: Subject, given: Subject) -> None:
         self.subject = subject
         self.given: Subject | None = given
-        self._pieces = pieces
+        self._pieces, self._count = pieces, len(pieces)
         self._position = 0
         self._executor = executor
         self._coroutine: Coroutine[Operation, Any, None] | None = None
@@ -144,7 +144,7 @@ class Task:
                     observer.finished(subject, operation)
             # What it sent, too, is the stage's alone now, which can give it back before it continues.
             self._in_flight = self._launched = operation = None
-        while self._position < len(pieces):
+        while self._position < self._count:
             piece = pieces[self._position]
             label, code, is_planned, output_bucket = piece
             if observer is not None:

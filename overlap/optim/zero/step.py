@@ -252,7 +252,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         def receive() -> Operation | None:
             return gather[1]() if is_new else None
 
-        return (*steps, send, receive) if gather else (*steps, send)
+        return (*steps, send, receive) if len(gather) > 1 else (*steps, send)
 
     def gradients(
         self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None
