@@ -162,6 +162,11 @@ class BucketShards:
         return found
 
     @cached_property
+    def rows(self) -> Rows:
+        """The parameters' own memory as rows."""
+        return Rows(self, self.flats)
+
+    @cached_property
     def parts(self) -> list[tuple[BucketShards, slice]]:
         """The bucket in parts with their places in a flat buffer, the last parameters first. See [Note: parts of a
         bucket]."""
@@ -185,7 +190,9 @@ class Rows:
     """
 
     def __init__(self, shards: BucketShards, tensors: Sequence[Tensor]) -> None:
-        self._shards, self._shape = shards, (shards.ranks, shards.row_numel)
+        self._rank, self._ranks, self._shape = shards.rank, shards.ranks, (shards.ranks, shards.row_numel)
+        self._sizes, self._own_sizes = shards.sizes, shards.own_sizes
+        self._padding_numel = shards.ranks * shards.padding
         self._tensors = [tensors[place] for place, _ in shards.divided]
         like = self._tensors[0]
         is_in_place = len(self._tensors) == 1 and like.numel() == math.prod(self._shape) and can_be_sent(like)
@@ -193,14 +200,13 @@ class Rows:
         """The tensor itself, where it is such rows already."""
         self._own = [one[slice(*shard.range)] for one, (_, shard) in zip(self._tensors, shards.divided, strict=True)]
         self._of_own = slice(0, 2 * len(self._own), 2)
-        # Where rows are unpacked to: tensors whose last chunks are short, and padding, get a room each time.
+        # Where rows are unpacked to; tensors whose last chunks are short, and padding, by way of a room made each time.
         each = list(enumerate(zip(self._tensors, shards.sizes, strict=False)))
-        self._short = [(place, one) for place, (one, length) in each if one.numel() != shards.ranks * length]
-        self._rooms = [place for place, _ in self._short] + ([len(each)] if shards.padding else [])
-        self._targets = [
-            like if place in self._rooms else self._tensors[place].view(shards.ranks, length)
-            for place, length in enumerate(shards.sizes)
-        ]
+        self._short = [(place, one.numel()) for place, (one, length) in each if one.numel() != shards.ranks * length]
+        self._rooms = [*(place for place, _ in self._short), *range(len(each), len(shards.sizes))]
+        self._filled = [self._tensors[place].view(-1) for place, _ in self._short]
+        views = [like if place in self._rooms else one.view(shards.ranks, length) for place, (one, length) in each]
+        self._targets = [*views, *[like] * (len(shards.sizes) - len(each))]
 
     def new(self) -> Tensor:
         """Room for the rows of all ranks."""
@@ -208,24 +214,23 @@ class Rows:
 
     def pack(self) -> Tensor:
         """The chunks of all ranks, as a copy."""
-        rows, chunks, shards = self.new(), self._tensors, self._shards
-        if shards.padding:
-            chunks = [*chunks, rows.new_empty(shards.ranks * shards.padding)]
-        torch._chunk_cat(chunks, dim=0, num_chunks=shards.ranks, out=rows)
+        rows, chunks = self.new(), self._tensors
+        if self._padding_numel:
+            chunks = [*chunks, rows.new_empty(self._padding_numel)]
+        torch._chunk_cat(chunks, dim=0, num_chunks=self._ranks, out=rows)
         return rows
 
     def own_chunks(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's chunks of the tensors, and their places in ``rows``."""
-        return self._own, list(rows[self._shards.rank].split_with_sizes(self._shards.own_sizes)[self._of_own])
+        return self._own, list(rows[self._rank].split_with_sizes(self._own_sizes)[self._of_own])
 
     def unpack(self, rows: Tensor) -> None:
         """Copy the chunks of all ranks from ``rows``, of the tensors' dtype."""
-        targets, sizes = list(self._targets), self._shards.sizes
+        targets = list(self._targets)
         for place in self._rooms:
-            targets[place] = rows.new_empty(self._shards.ranks, sizes[place])
-        torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)
-        for place, tensor in self._short:
-            tensor.copy_(targets[place].view(-1)[: tensor.numel()])
+            targets[place] = rows.new_empty(self._ranks, self._sizes[place])
+        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=targets)
+        copy_all(self._filled, [targets[place].view(-1)[:numel] for place, numel in self._short])
 
 
 def parts_by_need(sizes_bytes: Sequence[int], least_bytes: int) -> list[slice]:
@@ -329,7 +334,7 @@ def gathering_through(wire: Wire, shards: BucketShards, group: dist.ProcessGroup
     if not shards.divided:
         return ()
     codec = shards.codec = shards.codec or wire.codec(shards.row_numel)
-    rows_of = Rows(shards, shards.flats)
+    rows_of = shards.rows
     ranks, rank, device, encoded = shards.ranks, shards.rank, shards.flats[0].device, list[Tensor]()
 
     def encode() -> Operation:
@@ -391,7 +396,7 @@ def _gather_rows(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
     """Fill the parts of the parameters that other ranks own."""
     if not shards.divided:
         return ()
-    rows_of, packed = Rows(shards, shards.flats), list[Tensor]()
+    rows_of, packed = shards.rows, list[Tensor]()
 
     def gathered(rows: Tensor) -> Operation:
         return all_gather(rows.view(-1), rows[shards.rank], group=group)
