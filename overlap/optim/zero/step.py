@@ -230,12 +230,23 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards)
 
     def reduction(self, bucket: Bucket, layout: ShardedLayout) -> Plan:
-        # First of all, so that gathers have the order of arrivals.
-        arrive: Plan = ()
-        if layout.shards is not None and (self.leaves_update or self._gathers_in_forward):
-            gather = Gather(index=bucket.index, step=bucket.step, shards=layout.shards)
-            arrive = (partial(self._gathers.append, gather),)
-        return arrive if bucket.is_mean else (*arrive, *exchange.reduction(in_elements(bucket), layout.shards))
+        shards = layout.shards
+
+        def arrive() -> None:  # First of all, so that gathers have the order of arrivals.
+            if shards is not None:
+                self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
+
+        noted: Plan = (arrive,) if self._gathers_later else ()
+        return noted if bucket.is_mean else (*noted, *exchange.reduction(in_elements(bucket), shards))
+
+    @property
+    def _gathers_later(self) -> bool:
+        """Whether parameters are not gathered in the backward under way."""
+        return self.leaves_update or self._gathers_in_forward
+
+    def plan(self, bucket: Bucket) -> Plan | None:
+        # A gather has the step of its bucket, which is renewed in each pass where no stage has made another of it.
+        return None if self._gathers_later and self.before else super().plan(bucket)
 
     def steps(self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None) -> Plan:
         steps = super().steps(bucket, layout, used)
