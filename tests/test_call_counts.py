@@ -34,7 +34,7 @@ MOST_ON_STREAMS = {
     "AllReduce, Step, deferred": (14, 55, 2),
     "AllReduce, ClipGradNorm, Step": (32, 48, 2),
     "AllReduce, SkipNonFinite, Step": (54, 68, 2),
-    "ZeroStep, 8 ranks": (56, 129, 2),
+    "ZeroStep, 8 ranks": (55, 129, 2),
     "PowerSGD(rank=4)": (226, 242, 13),
     "Quantize(Int8()), 8 ranks": (80, 104, 2),
     "Quantize(Int4()), feedback": (136, 217, 11),

@@ -27,7 +27,7 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, all_reduce, chain, whole_pass
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.collectives import Operation
-from overlap.hooks.stage import Plan, UpdateStage, follow
+from overlap.hooks.stage import Plan, UpdateStage
 from overlap.hooks.wires import TopK, Wire
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase
@@ -103,9 +103,6 @@ class ReduceScatter(Stage):
                     f"{self!r} leaves each rank its part of the mean for {type(zero.optim).__name__}, but no ZeroStep "
                     "of it follows: chain(ReduceScatter(zero), ZeroStep(zero))"
                 )
-
-    async def __call__(self, bucket: Bucket) -> None:
-        await follow(self.plan(bucket))
 
     def plan(self, bucket: Bucket) -> Plan:
         return exchange.reduction(in_elements(bucket), self._shards_of(bucket))
@@ -257,7 +254,11 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
         def send() -> Operation | None:
             nonlocal is_new
-            is_new = self._note_updated(layout)
+            self.lifecycle.gradients.note_applied(layout.parameters)
+            verdict = self.lifecycle.verdict
+            is_new = verdict.found_inf is None or not verdict.skips(self.stepped)
+            if is_new:  # See [Note: versions of sharded parameters].
+                torch.autograd.graph.increment_version(layout.parameters)
             return gather[0]() if is_new and gather else None
 
         def receive() -> Operation | None:
@@ -304,15 +305,6 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         self.optimizer.update(list(held), list(held.values()), self.lifecycle.verdict)
         self.optimizer.finish()
-
-    def _note_updated(self, layout: ShardedLayout) -> bool:
-        """The update was made, or left out; returns whether there are new parameters."""
-        self.lifecycle.gradients.note_applied(layout.parameters)
-        # There is nothing new after a step that was left out.
-        if self.lifecycle.verdict.found_inf is not None and self.lifecycle.verdict.skips(self.stepped):
-            return False
-        torch.autograd.graph.increment_version(layout.parameters)  # See [Note: versions of sharded parameters].
-        return True
 
     def before_forward(self) -> None:
         super().before_forward()
