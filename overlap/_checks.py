@@ -19,6 +19,8 @@ from overlap._torch.ddp import is_sharded, uncompiled
 from overlap._torch.device import has_stream_api, is_capturing
 from overlap.errors import ConfigurationError, UnsupportedError
 
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
+"""Those of values that are compared, shown and saved as they are."""
 _LONGEST_TOLD = 200
 
 

@@ -112,6 +112,11 @@ class Bucket:
         changed.__dict__.update(self.__dict__, **changes)  # The views that were made, too.
         return changed
 
+    def renew(self, step: int) -> None:
+        """Called by the engine, which keeps a bucket with its plans: DDP's buffer has the gradients of another pass.
+        Nothing else of a bucket changes."""
+        self.__dict__["step"] = step
+
     def describe(self) -> str:
         """The bucket in error messages: index, step and the names (or the number) of its parameters."""
         what = _shortened(self.fqns) if self.fqns else f"{len(self.parameters)} parameters"

@@ -82,7 +82,7 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
     if not flat:
         raise ConfigurationError("chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))")
     flat = _with_reducer(flat)
-    _check_order([stage for stage in flat if stage.role is not Role.TRANSFORM], flat)
+    _check_roles([stage for stage in flat if stage.role is not Role.TRANSFORM], flat)
     return Chain(*flat)
 
 
@@ -99,7 +99,7 @@ def _with_reducer(stages: list[Stage]) -> list[Stage]:
     return stages if reducer is None else [*stages[:needing], reducer, *stages[needing:]]
 
 
-def _check_order(acting: Sequence[Stage], whole: Sequence[Stage]) -> None:
+def _check_roles(acting: Sequence[Stage], whole: Sequence[Stage]) -> None:
     """Raises: ConfigurationError: stages that are no transforms are out of order, or there is no reducer."""
     for before, after in itertools.pairwise(acting):
         if before.role > after.role or before.role is after.role is not Role.UPDATE:

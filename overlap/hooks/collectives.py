@@ -27,6 +27,8 @@ class Operation:
     """Something that a stage awaits."""
 
     label: str = ""
+    awaits_whole_pass = False
+    """Whether it is done only when every other bucket of the pass awaits the same or is done."""
 
     @property
     def sent_bytes(self) -> int:
@@ -119,9 +121,10 @@ class FutureResult(Operation):
 
 
 class WholePass(Operation):
-    """Done when every other bucket of the backward pass awaits the same or is done."""
+    """See :func:`whole_pass`."""
 
     label = "whole pass"
+    awaits_whole_pass = True
 
 
 def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Operation:
@@ -157,8 +160,7 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
     """
 
     def start(channel: Channel) -> Sequence[dist.Work]:
-        _check_numel("all_gather", output, input.numel() * channel.size())
-        return channel.all_gather(_as_real(output), _as_real(input))
+        return channel.all_gather(*_checked("all_gather", output, input, channel.size()))
 
     return Collective("all_gather", group, start, sent=lambda size: input.nbytes * (size - 1))
 
@@ -272,8 +274,8 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     """
 
     def start(channel: Channel) -> Sequence[dist.Work]:
-        _check_numel("reduce_scatter", input, output.numel() * channel.size())
-        return channel.reduce_scatter(_as_real(output), _as_real(input))
+        whole, own = _checked("reduce_scatter", input, output, channel.size())
+        return channel.reduce_scatter(own, whole)
 
     sent = output.nbytes
     return Collective("reduce_scatter", group, start, sent=lambda size: sent * (size - 1))
@@ -309,16 +311,15 @@ def whole_pass() -> Operation:
     return WholePass()
 
 
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def _all_as_real(messages: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
     return [(torch.view_as_real(tensor) if tensor.is_complex() else tensor, rank) for tensor, rank in messages]
 
 
-def _check_numel(what: str, tensor: Tensor, numel: int) -> None:
-    if tensor.numel() != numel:
+def _checked(name: str, whole: Tensor, part: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """``whole``, which has a ``part`` for each of so many ranks, and ``part``, as real tensors."""
+    if whole.numel() != part.numel() * ranks:
         raise ConfigurationError(
-            f"{what}: the tensor for all ranks has {tensor.numel()} elements; one part per rank makes {numel}"
+            f"{name}: the tensor for all ranks has {whole.numel()} elements; one part per rank makes "
+            f"{part.numel() * ranks}"
         )
+    return (torch.view_as_real(whole), torch.view_as_real(part)) if whole.is_complex() else (whole, part)

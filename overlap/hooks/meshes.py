@@ -188,7 +188,7 @@ class ReplicaRuntime(Runtime):
             return
         self._arrived += 1
         bucket = Bucket(buffer=flat, group=self.context.group, divisor=divisor, **at, **members)
-        current.drive(Task(self._pieces, current.executor), bucket, bucket, None, to_end=True)
+        current.drive(Task(self._pieces, current.executor, bucket, bucket), is_last=True)
         if is_sum and divisor > 1:
             flat.mul_(divisor)
         elif not is_sum and divisor < replicas:

@@ -147,7 +147,7 @@ class Stage:
         kept with what they use: the bucket's buffer and views, options, and memory that a pass needs from one function
         to the next, which they allocate. Made again when DDP's buffer, the divisor or the strides of the parameters
         are others, or a stage has called ``context.replan()``. The bucket's ``step`` is that of the pass in which the
-        plan is made.
+        plan is made, unless this stage is the first.
 
         Called on the training thread, while the stages' own thread, where there is one, runs earlier buckets: it
         computes nothing, and changes nothing that they use. A plan runs in passes of a registered chain after the
@@ -365,6 +365,13 @@ def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, 
 def updates_of(sequence: Sequence[Stage]) -> list[UpdateStage]:
     """The updates among the stages of a chain."""
     return [stage for stage in sequence if isinstance(stage, UpdateStage)]
+
+
+def check_names(stage: Stage) -> None:
+    """Raises: ConfigurationError: the stage's class has a method by a former name, which nothing would call."""
+    former = {"placed": "check_position", "passed": "output_bucket"}
+    for old in filter(partial(hasattr, type(stage)), former):
+        raise ConfigurationError(f"{type(stage).__name__}.{old} is never called: rename it to {former[old]}")
 
 
 def check_order(sequence: Sequence[Stage]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap._checks import PLAIN_TYPES
 from overlap._torch.autograd import versions
 from overlap._torch.read_only import AppliedGradient, GradAccessPolicy, around
 
@@ -36,7 +37,7 @@ _plain_of = operator.attrgetter("plain")
 _run_all: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
 _set_grad: Any = vars(torch._C.TensorBase)["grad"].__set__
 _NOT_LEFT = frozenset({type(None), AppliedGradient})
-_PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+_PLAIN = frozenset(PLAIN_TYPES)
 
 
 @dataclass(frozen=True, slots=True)

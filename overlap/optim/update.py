@@ -5,10 +5,12 @@
 ``Step`` updates parameters that every rank holds in full, ``ZeroStep`` the part that a rank owns. Both are this
 algorithm, and differ in its primitives alone. A bucket goes through :meth:`Update.__call__`:
 
-- *reduce*: a sharded update that comes first in its chain reduce-scatters the bucket;
+- :meth:`Update.reduction`: a sharded update that comes first in its chain reduce-scatters the bucket;
 - *used*: where DDP looks for unused parameters, the ranks find out which any of them has used;
-- the gradients are *left* to ``step()``, *held* until the last bucket (deferred), or *applied* now (interleaved);
-- *gather_parameters*: a sharded update brings the new parameters to all ranks.
+- :meth:`Update.steps`: the gradients are *left* to ``step()``, *held* until the last bucket (deferred), or *applied*
+  now (interleaved); then a sharded update brings the new parameters to all ranks.
+
+The first and the last are plans, made in each pass, or kept where no rank has to be asked anything.
 
 The loop's :meth:`LoopOptimizer.step` makes the updates that stages have left, and ends those made in backward.
 """
@@ -28,13 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, digest, short_repr
+from overlap._checks import PLAIN_TYPES, check_flag, digest, short_repr
 from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.hooks.collectives import Operation
-from overlap.hooks.stage import Plan, UpdateStage
+from overlap.hooks.stage import Plan, UpdateStage, follow
 from overlap.hooks.transforms.transform import Transform
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
@@ -55,7 +57,6 @@ class BucketLayout:
 
 L = TypeVar("L", bound=BucketLayout)
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _PARTIAL = (
     "some parameters may have been updated by then, and on other ranks others: load a checkpoint before going on, or "
     "use {deferred}, which updates all or none"
@@ -126,12 +127,13 @@ class Update(UpdateStage, Generic[L]):
         self.before: Sequence[Stage] = ()
         """The stages before it in its chain."""
         self._transform_after: Stage | None = None
-        self.form = replace(form, is_deferred=bool(deferred))
-        """When and how it is made; as its lifecycle's, as the stage stands in its chain."""
-        self.lifecycle = UpdateLifecycle(self.form, clears=self.owns_gradient_of, optimizer=optimizer)
+        form = replace(form, is_deferred=bool(deferred))
+        self.lifecycle = UpdateLifecycle(form, clears=self.owns_gradient_of, optimizer=optimizer)
         # By the bucket's index, while the optimizer has this version.
         self._layouts: dict[int, L] = {}
         self._version: object = None
+        # The outcome of the pass in which plans were made.
+        self._planned_outcome: Phase | None = None
         # Gradients of the last backward that wait for its last bucket, or on a rank that replays for step().
         self.held: dict[Tensor, Tensor] = {}
 
@@ -145,17 +147,18 @@ class Update(UpdateStage, Generic[L]):
     def make_layout(self, bucket: Bucket) -> L:
         """The layout of ``bucket``, which is kept while bucket and optimizer have these parameters."""
 
-    async def reduce(self, bucket: Bucket, layout: L) -> Bucket:
-        """Reduce ``bucket``, if the stage is first in its chain; returns it as the update reads it. Sharded only."""
-        return bucket
+    def reduction(self, bucket: Bucket, layout: L) -> Plan:
+        """Reduce ``bucket``, if the stage is first in its chain. Sharded only."""
+        return ()
 
     @abstractmethod
     def gradients(self, bucket: Bucket, layout: L, used: list[bool] | None) -> tuple[Sequence[Tensor], list[Tensor]]:
         """The parameters of ``bucket`` to update, or to clip, and the gradient of each, or this rank's part of it.
         Of the layout's parameters only those are ``used`` that any rank used; all if ``None``."""
 
-    async def leave(self, bucket: Bucket, layout: L, used: list[bool] | None) -> None:
+    def leaving(self, bucket: Bucket, layout: L, used: list[bool] | None) -> Plan:
         """Leave the update of ``bucket`` to ``step()``, which goes by ``.grad``. Sharded only."""
+        return ()
 
     @abstractmethod
     def apply(self, layout: L, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
@@ -164,9 +167,6 @@ class Update(UpdateStage, Generic[L]):
     @abstractmethod
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         """Make one whole step with the gradients of all buckets."""
-
-    async def gather_parameters(self, bucket: Bucket, layout: L) -> None:
-        """Bring the new parameters of ``bucket`` to all ranks. Sharded only."""
 
     def check_backward(self, *, is_replay: bool) -> None:
         """A backward begins. Raises: TrainingLoopError, UnsupportedError: it cannot be updated from."""
@@ -194,53 +194,51 @@ class Update(UpdateStage, Generic[L]):
         if bucket.is_replay and not (bucket.is_mean or self.is_sharded):
             return  # Zeros of a rank that has run out of inputs: other ranks' gradients have not been added to them.
         layout = self.layout_of(bucket)
-        if self.is_sharded:
-            bucket = await self.reduce(bucket, layout)
-        lifecycle = self.lifecycle
-        lifecycle.gradients.reduced.update(layout.owned)
+        await follow(self.reduction(bucket, layout))
         used = None if self.finds_unused is False else await self._used_on_any_rank(bucket, layout.parameters)
-        # A rank that replays calls no step(); a sharded update of it is made by a hook of Join, with its collectives.
-        if self.leaves_update and (self.is_sharded or not bucket.is_replay):
-            if self.is_sharded:
-                await self.leave(bucket, layout, used)
-            return
-        if used is not None:
-            lifecycle.gradients.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
-        parameters, gradients = self.gradients(bucket, layout, used)
-        if self.form.is_deferred:
-            self.held.update(zip(parameters, gradients, strict=True))
-            await whole_pass()
-            await self._update_held(is_last=bucket.is_last)
-        else:
-            self.apply(layout, parameters, gradients)
-        if self.is_sharded:
-            await self.gather_parameters(bucket, layout)
+        await follow(self.steps(bucket, layout, used))
 
     def plan(self, bucket: Bucket) -> Plan | None:
-        # As the coroutine, where no rank has to be asked anything. The update runs when the next bucket arrives, or at
-        # the end of backward, as all that follows a collective does: not when its own reduction is complete.
         if self.finds_unused is not False:
-            return None
-        lifecycle, layout = self.lifecycle, self.layout_of(bucket)
-        parameters, gradients = self.gradients(bucket, layout, None)
+            return None  # The ranks are asked.
+        layout = self.layout_of(bucket)
+        return *self.reduction(bucket, layout), *self.steps(bucket, layout, None)
 
-        def update() -> Operation | None:
-            lifecycle.gradients.reduced.update(layout.owned)
-            if lifecycle.outcome is Phase.REDUCED:
-                return None
-            if self.form.is_deferred:
-                self.held.update(zip(parameters, gradients, strict=True))
-                return whole_pass()
+    def steps(self, bucket: Bucket, layout: L, used: list[bool] | None) -> Plan:
+        """The update of ``bucket``, which is reduced, in passes with the outcome of the one under way."""
+        of_pass, is_last = self.lifecycle.gradients, bucket.is_last
+
+        def note() -> None:
+            of_pass.reduced.update(layout.owned)
+
+        # A rank that replays calls no step(); a sharded update of it is made by a hook of Join, with its collectives.
+        if self.leaves_update and (self.is_sharded or not bucket.is_replay):
+            return note, *self.leaving(bucket, layout, used)
+        if used is not None:
+            of_pass.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
+        parameters, gradients = self.gradients(bucket, layout, used)
+
+        # It runs when the next bucket arrives, or at the end of backward, as all that follows a collective does: not
+        # when its own reduction is complete.
+        def update() -> None:
+            of_pass.reduced.update(layout.owned)
             self.apply(layout, parameters, gradients)
-            return None
 
-        if not self.form.is_deferred:
-            return (update,)
+        def hold() -> Operation:
+            of_pass.reduced.update(layout.owned)
+            self.held.update(zip(parameters, gradients, strict=True))
+            return whole_pass()
 
-        def update_together() -> Operation | None:
-            return None if lifecycle.outcome is Phase.REDUCED else self._update_held(is_last=bucket.is_last)
+        def update_held() -> Operation:
+            if is_last:
+                held, self.held = self.held, {}
+                if not self.lifecycle.verdict.skips(self.stepped):
+                    self.apply_held(held)
+                of_pass.note_applied(held)
+            # Only then may DDP copy gradients out of the other buckets, and ranks gather what was updated.
+            return whole_pass()
 
-        return update, update_together
+        return (hold, update_held) if self.form.is_deferred else (update,)
 
     def layout_of(self, bucket: Bucket) -> L:
         """The layout of ``bucket``."""
@@ -248,15 +246,6 @@ class Update(UpdateStage, Generic[L]):
         if layout is None or layout.bucket is not bucket.parameters:
             layout = self._layouts[bucket.index] = self.make_layout(bucket)
         return layout
-
-    def _update_held(self, *, is_last: bool) -> Operation:
-        if is_last:
-            held, self.held = self.held, {}
-            if not self.lifecycle.verdict.skips(self.stepped):
-                self.apply_held(held)
-            self.lifecycle.gradients.note_applied(held)
-        # Only then may DDP copy gradients out of the other buckets, and ranks gather what was updated.
-        return whole_pass()
 
     async def _used_on_any_rank(self, bucket: Bucket, parameters: Sequence[Tensor]) -> list[bool] | None:
         """Which of ``parameters`` any rank has a gradient for; ``None``: all, or ``step()`` sees it by ``.grad``.
@@ -306,9 +295,11 @@ class Update(UpdateStage, Generic[L]):
             )
         self.held = {}
         self.begin()
-        if self.optimizer.version is not self._version:
-            self._version = self.optimizer.version
+        version, outcome = self.optimizer.version, self.lifecycle.outcome
+        if version is not self._version:
             self._layouts.clear()
+        if version is not self._version or outcome is not self._planned_outcome:
+            self._version, self._planned_outcome = version, outcome
             assert self.context is not None, "backward runs while the stage is attached"
             self.context.replan()
 
@@ -342,6 +333,11 @@ class Update(UpdateStage, Generic[L]):
         return self.optimizer.stepped
 
     @property
+    def form(self) -> Form:
+        """When and how the update is made, as the stage stands in its chain."""
+        return self.lifecycle.form
+
+    @property
     def optimizer_name(self) -> str:
         return type(self.optimizer.stepped).__name__
 
@@ -364,7 +360,7 @@ class Update(UpdateStage, Generic[L]):
         """Before this is registered: defer the update after all, unless ``deferred=False``, ``automatic`` or
         ``release_gradients`` rule that out."""
         if self._may_defer:
-            self.form = self.lifecycle.form = replace(self.form, is_deferred=True)
+            self.lifecycle.form = replace(self.form, is_deferred=True)
             self.lifecycle.outcome = self.form.outcome
 
     def check_skippable(self, context: StageContext) -> None:
@@ -424,7 +420,7 @@ class Update(UpdateStage, Generic[L]):
     def check_together(self, stages: Sequence[Stage]) -> None:
         updates = [stage for stage in stages if isinstance(stage, Update)]
         form = replace(self.form, owner=self.optimizer_name if len(updates) > 1 else "")
-        self.form = self.lifecycle.form = in_its_chain(form, self.before)
+        self.lifecycle.form = in_its_chain(form, self.before)
         self.lifecycle.others = [update.lifecycle for update in updates if update is not self]
         if self.releases_gradients:
             assert self.context is not None, "stages are attached before they are checked together"
@@ -444,7 +440,7 @@ class Update(UpdateStage, Generic[L]):
 def _as_text(value: Any) -> str:
     """A hyperparameter as text, the same on every rank; the class's name for an object that is not a plain value."""
     value = value.tolist() if isinstance(value, Tensor) else value
-    is_plain = all(isinstance(one, _PLAIN) for one in (value if isinstance(value, (list, tuple)) else [value]))
+    is_plain = all(isinstance(one, PLAIN_TYPES) for one in (value if isinstance(value, (list, tuple)) else [value]))
     return repr(value) if is_plain else type(value).__name__
 
 

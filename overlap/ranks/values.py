@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._checks import PLAIN_TYPES
 from overlap.errors import ConfigurationError
 from overlap.ranks.board import failures_explained
 
@@ -38,7 +39,7 @@ class Leaf:
         return int(tensor.item()) if self.is_number else tensor
 
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Leaf)
+_PLAIN = (*PLAIN_TYPES, torch.dtype, torch.device, torch.Size, Leaf)
 
 
 def snapshot(value: Any, where: str = "state_dict()") -> Any:

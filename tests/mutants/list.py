@@ -42,8 +42,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a plan that is not invalidated": Mutant(
         "hooks/engine/runtime.py",
-        "divisor == self.bucket.divisor",
-        "divisor != 0",
+        "kept.bucket.divisor == begun.divisor",
+        "begun.divisor != 0",
         "hooks/engine/test_plans.py -k divisor",
     ),
     "an exception on one rank is not reported": Mutant(

@@ -38,6 +38,7 @@ from overlap.hooks.stage import (
     Stage,
     StageContext,
     UpdateStage,
+    check_names,
     check_order,
     planner,
     updates_of,
@@ -88,7 +89,8 @@ class _KnownBucket(NamedTuple):
 
 
 class _KeptBucket(NamedTuple):
-    """One of DDP's buckets with the task that runs its plans. See [Note: plans]."""
+    """One of DDP's buckets with the task that runs its plans, which are those of a later pass, too, where buffer,
+    divisor and strides are the same. See [Note: plans]."""
 
     bucket: Bucket
     strides: list[tuple[int, ...]]
@@ -96,11 +98,6 @@ class _KeptBucket(NamedTuple):
     has_coroutines: bool
     future: BucketFuture
     """Completed, for DDP, which waits for the stages' stream and not for each bucket; see :meth:`Runtime.on_bucket`."""
-
-    def fits(self, divisor: int) -> bool:
-        """Whether the plans are those of a pass that begins, where DDP's buffer is the same: DDP makes that together
-        with its list of parameters, and while it is kept here no other object has its identity."""
-        return divisor == self.bucket.divisor and [*map(stride_of, self.bucket.parameters)] == self.strides
 
 
 class Runtime:
@@ -175,10 +172,11 @@ class Runtime:
         return model_executor(stage, self._model(), context.group, context.device, f"overlap-{id(self):x}")
 
     def attach(self) -> None:
-        """Attach the stages. Raises: ConfigurationError: one refuses the model or its position."""
+        """Attach the stages. Raises: ConfigurationError: one refuses the model, its position or its names."""
         sequence = self.stage.sequence
         check_order(sequence)
         for stage, context in with_contexts(self.stage, self.context):
+            check_names(stage)
             stage.attach(context)
             stage.is_registered = True
             self._attached.append(stage)
@@ -344,27 +342,21 @@ class Runtime:
             self._pass = self._begin(is_replay=is_replay)
         current, executor, refusal = self._pass, self._pass.executor, None
         kept = self._kept.get(index) if current.is_plain else None
+        # DDP makes another buffer together with its list of parameters; while it is kept no other has its identity.
         if kept is not None and raw.buffer() is kept.bucket.buffer:
             bucket = kept.bucket
+            bucket.renew(current.step)
             if kept.has_coroutines:  # They may keep what they are given, and a plan does not look at it again.
-                bucket = bucket.with_changes(raw=raw)
-            bucket.__dict__["step"] = current.step
+                bucket = kept.task.subject = kept.task.given = bucket.with_changes(raw=raw)
         else:
             bucket, kept, refusal = self._changed_bucket(raw, current, is_replay)
         if executor.observer is not None:
             executor.observer.arrived(bucket)
-        given, on_done = bucket, None
-        if kept is not None and executor.worker is None:
-            task, future = kept.task, kept.future
-        else:
-            on_done, future = current.complete, current.expect(bucket)
-            if kept is not None:
-                task = kept.task
-            else:
-                task, given = Task(self._pieces, executor), current.lent(bucket)
+        task = Task(self._pieces, executor, bucket, current.lent(bucket)) if kept is None else kept.task
+        future = current.expect(bucket) if kept is None or not current.joins_once else kept.future
         if bucket.is_last and not is_replay:
             after_backward(partial(self._finish, current), if_dropped=partial(self._finish_without_raise, current))
-            if current.is_plain:
+            if current.joins_once:
                 # DDP's finalization reads the means and the loop the parameters. It is queued when this returns, so it
                 # runs behind this: the training stream waits for the stages of all buckets by one event, in place of
                 # one for each of their futures. On this thread the last bucket's own are all launched by then.
@@ -372,7 +364,7 @@ class Runtime:
         if refusal is not None:
             executor.submit(partial(current.fail, refusal))
         elif current.error is None:
-            executor.submit(partial(current.drive, task, bucket, given, on_done))
+            executor.submit(partial(current.drive, task, is_last=bucket.is_last))
         if bucket.is_last and is_replay:
             current.wait()
             self._finish(current)
@@ -435,7 +427,8 @@ class Runtime:
         pieces[first:] = [piece._replace(output_bucket=None) for piece in pieces[first:]]
         future = BucketFuture()
         future.set_result(bucket.buffer)
-        return _KeptBucket(bucket, strides, Task(pieces, current.executor), coroutines > 0, future)
+        task = Task(pieces, current.executor, bucket, bucket)
+        return _KeptBucket(bucket, strides, task, coroutines > 0, future)
 
     def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
         """Refuses parameters that had other strides when DDP laid out its buckets, or that are not in the model."""
@@ -469,7 +462,7 @@ class Runtime:
 
         def job() -> None:
             try:
-                run_items(items, work, executor, completions)
+                run_items(items, work, executor, lambda item: completions[item].set())
             except BaseException as error:
                 executor.join()  # What was queued before the failure uses tensors that may now be freed or changed.
                 executor.channels.fail(error)
@@ -498,7 +491,11 @@ class Runtime:
             watchers=watchers,
         )
         self.passes += 1
-        self._kept = {index: kept for index, kept in self._kept.items() if kept.fits(begun.divisor)}
+        self._kept = {
+            index: kept
+            for index, kept in self._kept.items()
+            if kept.bucket.divisor == begun.divisor and [*map(stride_of, kept.bucket.parameters)] == kept.strides
+        }
         self._are_finite.clear()
         if not self.context.learns_of_steps and (is_replay or self.context.names is None):
             self.commit()  # No forward was seen.

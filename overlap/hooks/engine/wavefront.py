@@ -1,6 +1,6 @@
 """The buckets of a backward pass: the order in which they advance, and the end of a pass that fails.
 
-Work between passes, such as averaging or gathering parameters, runs by the same tasks: see :func:`run_items`.
+Work between passes, such as averaging or gathering parameters, runs in the same order: see :func:`run_items`.
 
 [Note: one order of collectives]
 
@@ -26,54 +26,56 @@ runs while b2 is in flight.
 from __future__ import annotations
 
 import copy
-import operator
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import filterfalse
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from overlap._torch.device import current_stream, has_streams, recorded_event
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import Operation, WholePass
+from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.executors import BucketFuture, Executor
 
 BETWEEN_PASSES = "background"
 """The label of work between passes, where a bucket has that of a stage."""
 
-_awaits_whole_pass = operator.attrgetter("awaits_whole_pass")
-_is_done = operator.attrgetter("is_done")
-
 
 class Wavefront:
-    """The order in which the buckets of one backward pass advance. See [Note: one order of collectives]."""
+    """The order in which the buckets of one backward pass advance. See [Note: one order of collectives].
 
-    def __init__(self) -> None:
+    ``on_done`` is called with the subject of each task when its last piece is done.
+    """
+
+    def __init__(self, on_done: Callable[[Any], None] | None = None) -> None:
+        self._on_done = on_done
         self._moving: list[Task] = []
         self._standing: list[Task] = []
-
-    @property
-    def active(self) -> list[Task]:
-        """The tasks that have arrived and are not done."""
-        return [*self._standing, *self._moving]
 
     def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
         moving = self._moving = [task, *self._moving]
         while moving:
+            left: list[Task] = []
             for each in moving:
-                each.advance()
-            left = list(filterfalse(_is_done, moving))
-            if any(map(_awaits_whole_pass, left)):
-                self._standing += filter(_awaits_whole_pass, left)
-                left = list(filterfalse(_awaits_whole_pass, left))
+                if (awaited := each.advance()) is None:
+                    if self._on_done is not None:
+                        self._on_done(each.subject)
+                elif awaited.awaits_whole_pass:
+                    self._standing.append(each)
+                else:
+                    left.append(each)
             if is_last and not left:
                 left, self._standing = self._standing, []
             moving, self._moving = left if is_last else [], left
+
+    def close(self) -> None:
+        """Abandon all tasks that are not done."""
+        for task in [*self._standing, *self._moving]:
+            task.close()
 
 
 class Piece(NamedTuple):
@@ -95,47 +97,37 @@ class Task:
 
     A stage is a coroutine, or where :meth:`Stage.plan` offers one, a *plan*: the functions between its operations.
     Plans are made once for each of DDP's buckets and kept with what they use, so that a bucket costs the host little
-    more than its kernels. A task runs both, so one wavefront orders them. It is made for one pass, or kept and begun
+    more than its kernels. A task runs both, so one wavefront orders them. It is made for one pass, or kept and run
     again in each pass that is plain (see ``BackwardPass.is_plain``) while DDP's bucket is what it was (see
     ``runtime._KeptBucket``).
+
+    Args:
+        subject: which is worked on; a task that is kept is given another one by an assignment between two passes.
+        given: the subject as the first stage gets it, if it is a coroutine.
     """
 
-    def __init__(self, pieces: Sequence[Piece], executor: Executor) -> None:
-        self.is_done = False
-        self.awaits_whole_pass = False
-        """Whether it can continue only when every other task is done or awaits the same."""
-        self._pieces = pieces
+    def __init__(self, pieces: Sequence[Piece], executor: Executor, subject: Subject, given: Subject) -> None:
+        self.subject = subject
+        self.given: Subject | None = given
+        self._pieces, self._count = pieces, len(pieces)
         self._position = 0
         self._executor = executor
-        self._subject: Any = None
-        self._given: Any = None
-        self._on_done: Callable[[Any], None] | None = None
         self._coroutine: Coroutine[Operation, Any, None] | None = None
         # The operation in flight, and the piece that launched it.
         self._in_flight: Operation | None = None
         self._launched: Piece | None = None
 
-    def begin(self, subject: Any, given: Any, on_done: Callable[[Any], None] | None) -> None:
-        """Run the pieces for ``subject`` from now on, on the thread that runs them.
+    def advance(self) -> Operation | None:
+        """Wait for the operation in flight, run to the next one, launch it and return it; ``None``: all is done.
 
-        ``given`` is the subject as the first stage gets it; ``on_done`` is called with the subject when the last piece
-        is done.
+        Called in a job of the executor's when a later bucket arrives, or after the last one: so code behind an
+        operation, such as an update behind the reduction, runs then, and not when the operation completes. See [Note:
+        one order of collectives].
         """
-        self.is_done = self.awaits_whole_pass = False
-        self._position = 0
-        self._subject, self._given, self._on_done = subject, given, on_done
-
-    def advance(self) -> None:
-        """Wait for what is in flight, run to the next operation, launch it; called in a job of the executor's.
-
-        It is called when a later bucket arrives, or after the last one: so code behind an operation, such as an update
-        behind the reduction, runs then, and not when the operation completes. See [Note: one order of collectives].
-        """
-        executor, subject, pieces = self._executor, self._subject, self._pieces
+        executor, subject, pieces = self._executor, self.subject, self._pieces
         observer, labels = executor.observer, executor.labels
         result: Any = None
         raised: Exception | None = None
-        awaited: Operation | None = None
         if (operation := self._in_flight) is not None:
             if observer is not None:
                 observer.waiting(subject, operation)
@@ -152,7 +144,7 @@ class Task:
                     observer.finished(subject, operation)
             # What it sent, too, is the stage's alone now, which can give it back before it continues.
             self._in_flight = self._launched = operation = None
-        while awaited is None and self._position < len(pieces):
+        while self._position < self._count:
             piece = pieces[self._position]
             label, code, is_planned, output_bucket = piece
             if observer is not None:
@@ -171,27 +163,25 @@ class Task:
                 result = None
                 self._position += 1
                 if output_bucket is not None:
-                    self._given = output_bucket(self._given)
-        if awaited is None:
-            self._given = None  # Nothing here refers to the gradients any more.
-            self.is_done = True
-            if self._on_done is not None:
-                self._on_done(subject)
-            return
-        self.awaits_whole_pass = isinstance(awaited, WholePass)
-        try:
-            executor.launch(awaited)
-        except Exception as error:
-            self._note(error, f"raised when stage {label} launched {awaited.label}")
-            raise
-        self._in_flight, self._launched = awaited, piece
-        if observer is not None:
-            observer.launched(subject, label, awaited)
+                    self.given = output_bucket(self.given)
+            if awaited is not None:
+                try:
+                    executor.launch(awaited)
+                except Exception as error:
+                    self._note(error, f"raised when stage {label} launched {awaited.label}")
+                    raise
+                self._in_flight, self._launched = awaited, piece
+                if observer is not None:
+                    observer.launched(subject, label, awaited)
+                return awaited
+        self._position = 0
+        self.given = None  # Nothing here refers to the gradients any more.
+        return None
 
     def _resume(self, stage: Callable[[Any], Any], result: Any, raised: Exception | None) -> Operation | None:
         """Run the stage's coroutine to its next operation; ``None``: it is done."""
         if self._coroutine is None:
-            self._coroutine = stage(self._given)
+            self._coroutine = stage(self.given)
         try:
             return self._coroutine.send(result) if raised is None else self._coroutine.throw(raised)
         except StopIteration:
@@ -199,14 +189,13 @@ class Task:
             return None
 
     def _note(self, error: Exception, where: str) -> None:
-        error.add_note(f"{where}, {self._subject.describe()}")
+        error.add_note(f"{where}, {self.subject.describe()}")
 
     def close(self) -> None:
-        """Abandon what runs: the ``finally`` blocks of a coroutine run. It cannot begin again.
+        """Abandon what runs: the ``finally`` blocks of a coroutine run. It cannot run again.
 
         On a stream what it has in flight is waited for: the buffers go back to whoever owns them.
         """
-        self.is_done = True
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             self._executor.abandon(in_flight)
@@ -233,8 +222,10 @@ class BackwardPass:
         self.error: BaseException | None = None
         self.executor = executor
         executor.refresh_labels()
+        self.joins_once = is_plain and executor.worker is None
+        """Whether DDP waits once for the stages of all buckets, and for the future of none."""
         self._watchers = watchers
-        self._wavefront = Wavefront()
+        self._wavefront = Wavefront(None if self.joins_once else self.complete)
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()
@@ -255,25 +246,16 @@ class BackwardPass:
         future.set_result(bucket.buffer)
         return future
 
-    def drive(
-        self,
-        task: Task,
-        bucket: Bucket,
-        given: Bucket,
-        on_done: Callable[[Bucket], None] | None,
-        *,
-        to_end: bool = False,
-    ) -> None:
-        """Add a bucket to the wavefront, on the thread that runs the stages; after the last one, or with ``to_end``,
-        run all to their end."""
+    def drive(self, task: Task, *, is_last: bool) -> None:
+        """Add the task of a bucket to the wavefront, on the thread that runs the stages; after the last one, run all to
+        their end."""
         if self.error is not None:
             return
         try:
             # After a failure the ranks connect again in every pass, so that a second failure is reported too.
             if not self.executor.channels.is_open:
                 self.executor.channels.open()
-            task.begin(bucket, given, on_done)
-            self._wavefront.arrive(task, is_last=bucket.is_last or to_end)
+            self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
             self.fail(error)
 
@@ -285,8 +267,7 @@ class BackwardPass:
                 return
             self.error = error
             unfinished, self._unfinished = self._unfinished, {}
-        for task in self._wavefront.active:
-            task.close()
+        self._wavefront.close()
         self.executor.join()
         self.executor.channels.fail(error)
         for future, buffer in unfinished.values():
@@ -303,7 +284,9 @@ class BackwardPass:
     def complete(self, bucket: Bucket) -> None:
         """The last stage of a bucket is done."""
         with self._lock:
-            future = self._unfinished.pop(bucket.index)[0]
+            future, _ = self._unfinished.pop(bucket.index, (None, None))
+        if future is None:
+            return  # Of FSDP, which waits for the stream.
         try:
             if self._watchers:
                 self.executor.channels.forget_done()
@@ -336,31 +319,17 @@ Work = Callable[[T], Coroutine[Operation, Any, None]]
 
 
 def run_items(
-    items: Sequence[T], work: Work[T], executor: Executor, completions: Mapping[T, Completion] | None = None
+    items: Sequence[T], work: Work[T], executor: Executor, on_done: Callable[[T], None] | None = None
 ) -> None:
-    """Run ``work(item)`` for each of ``items`` to the end, two items at a time: while one packs or unpacks, the other
-    communicates. Sets the completion of each that is done.
-
-    The order of collectives depends only on the order of items: an item's first collective is launched after the first
-    of the item before, and before the others of that item.
-    """
-    active: list[Task] = []
-    pieces = [Piece(BETWEEN_PASSES, work)]
+    """Run ``work(item)`` for each of ``items`` to the end, in the order of the buckets of a pass: while one packs or
+    unpacks, another communicates. Calls ``on_done(item)`` when one is done."""
     executor.refresh_labels()
+    pieces, wavefront = [Piece(BETWEEN_PASSES, work)], Wavefront(on_done)
     try:
-        for item in [*items, None]:
-            if item is not None:
-                on_done = None if completions is None else completions[item].set
-                active.append(Task(pieces, executor))
-                active[-1].begin(item, item, on_done)
-                active[-1].advance()
-            while len(active) > (0 if item is None else 1):
-                while not active[0].is_done:
-                    active[0].advance()
-                del active[0]
+        for item in items:
+            wavefront.arrive(Task(pieces, executor, item, item), is_last=item is items[-1])
     except BaseException:
-        for task in active:
-            task.close()
+        wavefront.close()
         raise
 
 
@@ -381,8 +350,8 @@ class Completion:
         self._event: Any = None
         self._error: BaseException | None = None
 
-    def set(self, item: object = None) -> None:
-        """``item`` is done; on an accelerator, when the current stream has finished what is queued so far."""
+    def set(self) -> None:
+        """The item is done; on an accelerator, when the current stream has finished what is queued so far."""
         if has_streams(self._device):
             self._event = recorded_event(self._device)
         self._is_set.set()

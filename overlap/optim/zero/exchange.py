@@ -31,9 +31,10 @@ run: it is reduced in parts, one after another, and gathers without a stage, whi
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -85,21 +86,22 @@ class BucketShards:
             None if shard is None else slice(start + shard.range[0], start + shard.range[1])
             for shard, start in zip(shards, itertools.accumulate(numels, initial=0), strict=False)
         ]
-        # The sharded parameters that are not empty, by their places: those that are divided, and the others.
         present = [(place, shard) for place, shard in enumerate(self._shards) if shard.parameter.numel()]
-        self._divided = [(place, shard) for place, shard in present if shard.owner is None]
+        self.divided = [(place, shard) for place, shard in present if shard.owner is None]
+        """The sharded parameters that are not empty and are divided, by their places."""
         self.whole = [(place, shard.owner) for place, shard in present if shard.owner is not None]
         """The places, among the sharded parameters, of those that have one owner, and the owners."""
-        # The lengths of the pieces of a row, and of this rank's, padding included. See [Note: chunks].
-        self._sizes = [shard.chunk_numel for _, shard in self._divided]
-        self._own_sizes: list[int] = []
-        for length, (_, shard) in zip(self._sizes, self._divided, strict=True):
-            self._own_sizes += [shard.view.numel(), length - shard.view.numel()]
-        self.row_numel = round_up(sum(self._sizes), segment_multiple(first.parameter.device))
-        self._padding = self.row_numel - sum(self._sizes)
-        if self._padding:
-            self._sizes.append(self._padding)
-            self._own_sizes.append(self._padding)
+        self.sizes = [shard.chunk_numel for _, shard in self.divided]
+        """The lengths of the pieces of a row, padding included. See [Note: chunks]."""
+        self.own_sizes: list[int] = []
+        """As :attr:`sizes`, of this rank's row: each piece and what it is shorter than the others' by."""
+        for length, (_, shard) in zip(self.sizes, self.divided, strict=True):
+            self.own_sizes += [shard.view.numel(), length - shard.view.numel()]
+        self.row_numel = round_up(sum(self.sizes), segment_multiple(first.parameter.device))
+        self.padding = self.row_numel - sum(self.sizes)
+        if self.padding:
+            self.sizes.append(self.padding)
+            self.own_sizes.append(self.padding)
         self.codec: Codec | None = None
         """Of a rank's row, where parameters are gathered through a wire."""
 
@@ -127,74 +129,25 @@ class BucketShards:
         sharded."""
         return tuple([None if own is None else flat[own] for own in self._own_slices])
 
-    # On streams: see [Note: chunks]. `tensors` are the flat memory of the sharded parameters, or of their gradients.
-
-    @property
-    def are_divided(self) -> bool:
-        """Whether some of the parameters are, so that there are chunks."""
-        return bool(self._divided)
-
-    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Room for packed chunks, ``tensors`` themselves if they are such."""
-        like = tensors[self._divided[0][0]]
-        if len(self._divided) == 1 and like.numel() == self.ranks * self.row_numel and can_be_sent(like):
-            return like.view(self.ranks, self.row_numel)
-        return like.new_empty(self.ranks, self.row_numel)
-
-    def _are_in(self, rows: Tensor, tensors: Sequence[Tensor]) -> bool:
-        return rows.data_ptr() == tensors[self._divided[0][0]].data_ptr()
-
-    def pack(self, tensors: Sequence[Tensor], rows: Tensor) -> None:
-        """Copy the chunks of all ranks to ``rows``."""
-        if not self._are_in(rows, tensors):
-            padding = [rows.new_empty(self.ranks * self._padding)] if self._padding else []
-            chunks = [*(tensors[place] for place, _ in self._divided), *padding]
-            torch._chunk_cat(chunks, dim=0, num_chunks=self.ranks, out=rows)
-
-    def own_chunks(self, tensors: Sequence[Tensor], rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's chunks of ``tensors``, and their places in ``rows``; none where these are the same."""
-        if self._are_in(rows, tensors):
-            return [], []
-        chunks = [tensors[place][slice(*shard.range)] for place, shard in self._divided]
-        return chunks, list(rows[self.rank].split_with_sizes(self._own_sizes)[: 2 * len(chunks) : 2])
-
     def pack_masters(self, row: Tensor) -> None:
         """Copy the masters of this rank's chunks to its ``row``."""
-        each = zip(self._divided, row.split_with_sizes(self._own_sizes)[::2], strict=False)  # Without the padding.
+        each = zip(self.divided, row.split_with_sizes(self.own_sizes)[::2], strict=False)  # Without the padding.
         masters = [(own.detach().view(-1), place) for (_, shard), place in each if (own := shard.own) is not None]
         copy_all([place for _, place in masters], [own for own, _ in masters])
 
     def note_published(self) -> None:
         """Keep this rank's chunks as they are in the parameters, which masters do not round to."""
-        for _, shard in self._divided:
+        for _, shard in self.divided:
             if shard.published is None:
                 shard.published = torch.empty_like(shard.view)
-        published = [(one, shard.view) for _, shard in self._divided if (one := shard.published) is not None]
+        published = [(one, shard.view) for _, shard in self.divided if (one := shard.published) is not None]
         copy_all([one for one, _ in published], [view for _, view in published])
-
-    def unpack(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy the chunks of all ranks from ``rows``."""
-        if self._are_in(rows, tensors):
-            return
-        chunks, short, rooms = [], [], []
-        for (place, _), length in zip(self._divided, self._sizes, strict=False):
-            tensor = tensors[place]
-            if tensor.numel() != self.ranks * length:
-                short.append(tensor)
-                room = rows.new_empty(self.ranks * length)
-                rooms.append(room[: tensor.numel()])
-                tensor = room
-            chunks.append(tensor.view(self.ranks, length))
-        if self._padding:
-            chunks.append(rows.new_empty(self.ranks, self._padding))
-        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=chunks)
-        copy_all(short, rooms)
 
     def messages(self, tensors: Sequence[Tensor]) -> dict[int, list[list[Tensor]]]:
         """The parts of ``tensors`` that each rank owns, as they travel: large ones alone, small ones together. See
         [Note: messages]."""
         parts = [(owner, tensors[place]) for place, owner in self.whole]
-        for place, shard in self._divided:
+        for place, shard in self.divided:
             parts += enumerate(tensors[place].split(shard.chunk_numel))
         found: dict[int, list[list[Tensor]]] = {}
         rooms: dict[int, int] = {}  # How much the last message of small parts still takes.
@@ -209,6 +162,11 @@ class BucketShards:
         return found
 
     @cached_property
+    def rows(self) -> Rows:
+        """The parameters' own memory as rows."""
+        return Rows(self, self.flats)
+
+    @cached_property
     def parts(self) -> list[tuple[BucketShards, slice]]:
         """The bucket in parts with their places in a flat buffer, the last parameters first. See [Note: parts of a
         bucket]."""
@@ -221,6 +179,58 @@ class BucketShards:
             (BucketShards(self._by_place[some], self._numels[some]), slice(starts[some.start], starts[some.stop]))
             for some in places
         ]
+
+
+class Rows:
+    """The chunks of ``tensors`` as rows, on streams; see [Note: chunks]. Kept are views of the tensors alone.
+
+    Args:
+        shards: some of which are divided.
+        tensors: the flat memory of the sharded parameters, or of their gradients.
+    """
+
+    def __init__(self, shards: BucketShards, tensors: Sequence[Tensor]) -> None:
+        self._rank, self._ranks, self._shape = shards.rank, shards.ranks, (shards.ranks, shards.row_numel)
+        self._sizes, self._own_sizes = shards.sizes, shards.own_sizes
+        self._padding_numel = shards.ranks * shards.padding
+        self._tensors = [tensors[place] for place, _ in shards.divided]
+        like = self._tensors[0]
+        is_in_place = len(self._tensors) == 1 and like.numel() == math.prod(self._shape) and can_be_sent(like)
+        self.in_place = like.view(self._shape) if is_in_place else None
+        """The tensor itself, where it is such rows already."""
+        self._own = [one[slice(*shard.range)] for one, (_, shard) in zip(self._tensors, shards.divided, strict=True)]
+        self._of_own = slice(0, 2 * len(self._own), 2)
+        # Where rows are unpacked to; tensors whose last chunks are short, and padding, by way of a room made each time.
+        each = list(enumerate(zip(self._tensors, shards.sizes, strict=False)))
+        self._short = [(place, one.numel()) for place, (one, length) in each if one.numel() != shards.ranks * length]
+        self._rooms = [*(place for place, _ in self._short), *range(len(each), len(shards.sizes))]
+        self._filled = [self._tensors[place].view(-1) for place, _ in self._short]
+        views = [like if place in self._rooms else one.view(shards.ranks, length) for place, (one, length) in each]
+        self._targets = [*views, *[like] * (len(shards.sizes) - len(each))]
+
+    def new(self) -> Tensor:
+        """Room for the rows of all ranks."""
+        return self._tensors[0].new_empty(self._shape)
+
+    def pack(self) -> Tensor:
+        """The chunks of all ranks, as a copy."""
+        rows, chunks = self.new(), self._tensors
+        if self._padding_numel:
+            chunks = [*chunks, rows.new_empty(self._padding_numel)]
+        torch._chunk_cat(chunks, dim=0, num_chunks=self._ranks, out=rows)
+        return rows
+
+    def own_chunks(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's chunks of the tensors, and their places in ``rows``."""
+        return self._own, list(rows[self._rank].split_with_sizes(self._own_sizes)[self._of_own])
+
+    def unpack(self, rows: Tensor) -> None:
+        """Copy the chunks of all ranks from ``rows``, of the tensors' dtype."""
+        targets = list(self._targets)
+        for place in self._rooms:
+            targets[place] = rows.new_empty(self._ranks, self._sizes[place])
+        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=targets)
+        copy_all(self._filled, [targets[place].view(-1)[:numel] for place, numel in self._short])
 
 
 def parts_by_need(sizes_bytes: Sequence[int], least_bytes: int) -> list[slice]:
@@ -321,7 +331,10 @@ def gathering(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
 def gathering_through(wire: Wire, shards: BucketShards, group: dist.ProcessGroup) -> Plan:
     """As :func:`gathering`, of masters of parameters that are divided, in one message a rank that ``wire`` encodes. The
     owner takes its own values as the others decode them, so all ranks have the same bits."""
+    if not shards.divided:
+        return ()
     codec = shards.codec = shards.codec or wire.codec(shards.row_numel)
+    rows_of = shards.rows
     ranks, rank, device, encoded = shards.ranks, shards.rank, shards.flats[0].device, list[Tensor]()
 
     def encode() -> Operation:
@@ -334,10 +347,10 @@ def gathering_through(wire: Wire, shards: BucketShards, group: dist.ProcessGroup
     def decode() -> None:
         rows = torch.empty(ranks, shards.row_numel, dtype=torch.float32, device=device)
         codec.decode_rows(encoded.pop(), rows)
-        shards.unpack(rows.to(shards.flats[0].dtype), shards.flats)
+        rows_of.unpack(rows.to(shards.flats[0].dtype))
         shards.note_published()
 
-    return (encode, decode) if shards.are_divided else ()
+    return encode, decode
 
 
 def _each(
@@ -362,33 +375,42 @@ def _each(
 
 def _reduce_rows(tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:
     """Add the other ranks' gradients to the parts of ``tensors`` that this rank owns."""
-    packed: list[Tensor] = []
+    if not shards.divided:
+        return ()
+    rows_of, packed = Rows(shards, tensors), list[Tensor]()
 
-    def pack() -> Operation:
-        packed.append(rows := shards.rows(tensors))
-        shards.pack(tensors, rows)
+    def reduced(rows: Tensor) -> Operation:
         return reduce_scatter(rows[shards.rank], rows.view(-1), group=group)
 
-    def unpack() -> None:
-        copy_all(*shards.own_chunks(tensors, packed.pop()))
+    def pack() -> Operation:
+        packed.append(rows := rows_of.pack())
+        return reduced(rows)
 
-    return (pack, unpack) if shards.are_divided else ()
+    def unpack() -> None:
+        copy_all(*rows_of.own_chunks(packed.pop()))
+
+    return (pack, unpack) if rows_of.in_place is None else (partial(reduced, rows_of.in_place),)
 
 
 def _gather_rows(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
     """Fill the parts of the parameters that other ranks own."""
-    tensors, packed = shards.flats, list[Tensor]()
+    if not shards.divided:
+        return ()
+    rows_of, packed = shards.rows, list[Tensor]()
 
-    def pack() -> Operation:
-        packed.append(rows := shards.rows(tensors))
-        chunks, places = shards.own_chunks(tensors, rows)
-        copy_all(places, chunks)
+    def gathered(rows: Tensor) -> Operation:
         return all_gather(rows.view(-1), rows[shards.rank], group=group)
 
-    def unpack() -> None:
-        shards.unpack(packed.pop(), tensors)
+    def pack() -> Operation:
+        packed.append(rows := rows_of.new())
+        chunks, places = rows_of.own_chunks(rows)
+        copy_all(places, chunks)
+        return gathered(rows)
 
-    return (pack, unpack) if shards.are_divided else ()
+    def unpack() -> None:
+        rows_of.unpack(packed.pop())
+
+    return (pack, unpack) if rows_of.in_place is None else (partial(gathered, rows_of.in_place),)
 
 
 def _reduce_by_messages(tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:

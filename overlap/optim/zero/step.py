@@ -27,7 +27,7 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, Chain, Role, Stage, StageContext, StageHook, all_reduce, chain, whole_pass
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.collectives import Operation
-from overlap.hooks.stage import Plan, UpdateStage, follow
+from overlap.hooks.stage import Plan, UpdateStage
 from overlap.hooks.wires import TopK, Wire
 from overlap.join.context import active_join
 from overlap.optim.lifecycle import Form, Phase
@@ -103,9 +103,6 @@ class ReduceScatter(Stage):
                     f"{self!r} leaves each rank its part of the mean for {type(zero.optim).__name__}, but no ZeroStep "
                     "of it follows: chain(ReduceScatter(zero), ZeroStep(zero))"
                 )
-
-    async def __call__(self, bucket: Bucket) -> None:
-        await follow(self.plan(bucket))
 
     def plan(self, bucket: Bucket) -> Plan:
         return exchange.reduction(in_elements(bucket), self._shards_of(bucket))
@@ -212,7 +209,6 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         )
         self._gathers_in_forward = gather == "forward"
         self._prefetch = ParameterPrefetch()
-        self._follows_its_reducer = False
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
         # Of the last backward: its buckets in their order, and whether its gradients are finite on all ranks.
@@ -230,74 +226,76 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         parameters = [] if shards is None else [shard.parameter for shard in shards]
         return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards)
 
-    async def reduce(self, bucket: Bucket, layout: ShardedLayout) -> Bucket:
-        bucket = in_elements(bucket)
-        self._note_arrived(bucket, layout)
-        if not bucket.is_mean:
-            await follow(exchange.reduction(bucket, layout.shards))
-        return bucket
+    def reduction(self, bucket: Bucket, layout: ShardedLayout) -> Plan:
+        shards = layout.shards
 
-    def _note_arrived(self, bucket: Bucket, layout: ShardedLayout) -> None:
-        self.has_whole_mean = bucket.is_mean and not self._follows_its_reducer
-        if layout.shards is not None:
-            self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=layout.shards))
+        def arrive() -> None:  # First of all, so that gathers have the order of arrivals.
+            if shards is not None:
+                self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
+
+        noted: Plan = (arrive,) if self._gathers_later else ()
+        return noted if bucket.is_mean else (*noted, *exchange.reduction(in_elements(bucket), shards))
+
+    @property
+    def _gathers_later(self) -> bool:
+        """Whether parameters are not gathered in the backward under way."""
+        return self.leaves_update or self._gathers_in_forward
 
     def plan(self, bucket: Bucket) -> Plan | None:
-        # As the coroutine, where it is first in its chain and no rank has to be asked anything.
-        in_backward = self.form.outcome is not Phase.REDUCED
-        if self.finds_unused is not False or bucket.is_mean or (self.form.is_deferred and in_backward):
-            return None
-        layout = self.layout_of(bucket)
-        if (shards := layout.shards) is None:
-            return None
-        own = in_elements(bucket)
-        parameters, gradients = self.gradients(own, layout, None)
+        # A gather has the step of its bucket, which is renewed in each pass where no stage has made another of it.
+        return None if self._gathers_later and self.before else super().plan(bucket)
+
+    def steps(self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None) -> Plan:
+        steps = super().steps(bucket, layout, used)
+        if (shards := layout.shards) is None or self.leaves_update:
+            return steps
         gather = () if self._gathers_in_forward else self.gathering(shards, bucket.group)
+        is_new = False
 
-        # First of all, so that gathers have the order of arrivals, as on a rank that runs the coroutine.
-        arrive = partial(self._note_arrived, bucket, layout)
+        def send() -> Operation | None:
+            nonlocal is_new
+            self.lifecycle.gradients.note_applied(layout.parameters)
+            verdict = self.lifecycle.verdict
+            is_new = verdict.found_inf is None or not verdict.skips(self.stepped)
+            if is_new:  # See [Note: versions of sharded parameters].
+                torch.autograd.graph.increment_version(layout.parameters)
+            return gather[0]() if is_new and gather else None
 
-        def update() -> Operation | None:
-            self.lifecycle.gradients.reduced.update(layout.owned)
-            if self.leaves_update:
-                self._largest.update(gradients)
-                return whole_pass()
-            self.apply(layout, parameters, gradients)
-            return gather[0]() if self._note_updated(layout) and gather else None
+        def receive() -> Operation | None:
+            return gather[1]() if is_new else None
 
-        def finish() -> Operation | None:
-            if self.leaves_update:
-                return self._vote(bucket) if bucket.is_last else None
-            return gather[1]() if gather else None
-
-        return arrive, *exchange.reduction(own, shards), update, finish
+        return (*steps, send, receive) if len(gather) > 1 else (*steps, send)
 
     def gradients(
         self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
         if layout.shards is None:
             return [], []
-        parameters, gradients = layout.shards.own_parameters, layout.shards.gradients(bucket.buffer)
+        parameters, gradients = layout.shards.own_parameters, layout.shards.gradients(in_elements(bucket).buffer)
         if used is None:
             return parameters, gradients
         kept = {id(p) for p, is_used in zip(layout.parameters, used, strict=True) if is_used}
         pairs = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if id(p) in kept]
         return [parameter for parameter, _ in pairs], [gradient for _, gradient in pairs]
 
-    async def leave(self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None) -> None:
+    def leaving(self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None) -> Plan:
         parameters, gradients = self.gradients(bucket, layout, used)
-        if bucket.is_replay:  # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
-            self.held.update(zip(parameters, [gradient.clone() for gradient in gradients], strict=True))
-        if self.has_whole_mean:
-            return
-        self._largest.update(gradients)  # See [Note: one verdict].
-        await whole_pass()
-        if bucket.is_last:
-            await self._vote(bucket)
 
-    def _vote(self, bucket: Bucket) -> Operation:
-        self._found_inf = self._largest.found_inf(bucket.buffer.device)
-        return all_reduce(self._found_inf, op=dist.ReduceOp.MAX, group=bucket.group)
+        def keep() -> None:  # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
+            self.held.update(zip(parameters, [gradient.clone() for gradient in gradients], strict=True))
+
+        def look() -> Operation:  # See [Note: one verdict].
+            self._largest.update(gradients)
+            return whole_pass()
+
+        def vote() -> Operation:
+            self._found_inf = self._largest.found_inf(bucket.buffer.device)
+            return all_reduce(self._found_inf, op=dist.ReduceOp.MAX, group=bucket.group)
+
+        kept: Plan = (keep,) if bucket.is_replay else ()
+        if self.has_whole_mean:
+            return kept
+        return (*kept, look, vote) if bucket.is_last else (*kept, look)
 
     def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         verdict = self.lifecycle.verdict
@@ -307,19 +305,6 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
         self.optimizer.update(list(held), list(held.values()), self.lifecycle.verdict)
         self.optimizer.finish()
-
-    async def gather_parameters(self, bucket: Bucket, layout: ShardedLayout) -> None:
-        if layout.shards is not None and self._note_updated(layout):
-            await follow(self.gathering(layout.shards, bucket.group))
-
-    def _note_updated(self, layout: ShardedLayout) -> bool:
-        """The update was made, or left out; returns whether parameters are to be gathered now."""
-        self.lifecycle.gradients.note_applied(layout.parameters)
-        # There is nothing new after a step that was left out.
-        if self.lifecycle.verdict.found_inf is not None and self.lifecycle.verdict.skips(self.stepped):
-            return False
-        torch.autograd.graph.increment_version(layout.parameters)  # See [Note: versions of sharded parameters].
-        return not self._gathers_in_forward
 
     def before_forward(self) -> None:
         super().before_forward()
@@ -353,7 +338,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             )
 
     def begin(self) -> None:
-        self._gathers = []
+        self._gathers.clear()
         self._largest.clear()
         self._found_inf = None
         self.optimizer.begin()
@@ -436,9 +421,9 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         super().check_together(stages)
-        self._follows_its_reducer = any(
-            isinstance(stage, ReduceScatter) and self.optimizer in stage.zeros for stage in stages
-        )
+        reducers = [stage for stage in self.before if stage.role is Role.REDUCER]
+        has_own = any(isinstance(stage, ReduceScatter) and self.optimizer in stage.zeros for stage in reducers)
+        self.has_whole_mean = bool(reducers) and not has_own
         in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.form.outcome is Phase.REDUCED]
         self._is_in_step_with_others = self in in_step and len(in_step) > 1
 

@@ -1,6 +1,7 @@
 """Plans beside coroutines: the same collectives, the same bits, the same errors. See [Note: plans]."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -69,10 +70,10 @@ def _automatic(**options: Any) -> Callable[[Any], Any]:
     return lambda ddp: chain(AllReduce(), Step(_adamw(ddp.parameters()), **options)).register(ddp) and None
 
 
-def _sharded(**options: Any) -> Callable[[Any], Any]:
+def _sharded(*before: Any, **options: Any) -> Callable[[Any], Any]:
     def register(ddp: DistributedDataParallel) -> Any:
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, foreach=True)
-        chain(ZeroStep(zero, **options)).register(ddp)
+        chain(*before, ZeroStep(zero, **options)).register(ddp)
         return zero
 
     return register
@@ -97,6 +98,10 @@ CHAINS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "a count": lambda: _stepped(Ones(), AllReduce()),
     "a skip": lambda: _stepped(Cast(torch.bfloat16), SkipNonFinite()),
     "ZeroStep": _sharded,
+    "ZeroStep, deferred": lambda: _sharded(deferred=True),
+    "ZeroStep, deferred, automatic": lambda: _sharded(deferred=True, automatic=True),
+    "ZeroStep behind a reducer": lambda: _sharded(AllReduce()),
+    "ZeroStep behind a clip": lambda: _sharded(ClipGradNorm(0.1)),
 }
 
 
@@ -122,10 +127,11 @@ def _wrapped() -> DistributedDataParallel:
     return DistributedDataParallel(model, bucket_cap_mb=300 / 2**20, gradient_as_bucket_view=True)
 
 
-def _train(ddp: Any, optimizer: Any, steps: int = 4) -> None:
+def _train(ddp: Any, optimizer: Any, steps: int = 4, leaves_every: int = 0) -> None:
     for step in range(steps):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        ddp(x).square().mean().backward()
+        with optimizer.skip_update() if leaves_every and step % leaves_every == 0 else nullcontext():
+            ddp(x).square().mean().backward()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -137,13 +143,13 @@ def _group(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def _played(name: str) -> tuple[list[Any], list[torch.Tensor], int]:
+def _played(name: str, **training: Any) -> tuple[list[Any], list[torch.Tensor], int]:
     ddp, observer = _wrapped(), _Launches()
     optimizer = CHAINS[name]()(ddp)
     registration = registration_of(ddp)
     assert registration is not None
     registration.runtime.executor.observer = observer
-    _train(ddp, optimizer)
+    _train(ddp, optimizer, **training)
     planned = sum(piece.is_planned for kept in registration.runtime._kept.values() for piece in kept.task._pieces)
     return observer.log, [parameter.detach().clone() for parameter in ddp.parameters()], planned
 
@@ -155,9 +161,18 @@ def test_plans_launch_what_coroutines_do_in_the_same_order_with_the_same_bits(na
         expected, as_coroutines, none = _played(name)
     assert log == expected and log and none == 0
     # Messages between the ranks of one process have no values.
-    assert name == "ZeroStep" or all(map(torch.equal, parameters, as_coroutines))
+    assert name.startswith("ZeroStep") or all(map(torch.equal, parameters, as_coroutines))
     is_without = ("Quantize", "PowerSGD", "route", "Cast of another reducer", "Step, released")
     assert bool(planned) == (name not in is_without)
+
+
+@pytest.mark.parametrize("name", ["Step", "ZeroStep"])
+def test_a_plan_is_made_again_where_the_update_is_left_to_step(name: str) -> None:
+    log, parameters, planned = _played(name, steps=6, leaves_every=3)
+    with mock.patch.object(runtime, "planner", return_value=lambda bucket: None):
+        expected, as_coroutines, _ = _played(name, steps=6, leaves_every=3)
+    assert planned and log == expected
+    assert name == "ZeroStep" or all(map(torch.equal, parameters, as_coroutines))
 
 
 def test_a_subclass_that_changes_the_coroutine_alone_runs_as_one() -> None:

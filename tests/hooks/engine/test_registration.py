@@ -38,6 +38,16 @@ def _model() -> Any:
     return wrap(MLP.model(), **MLP.ddp_options())
 
 
+@on_ranks(1)
+def test_a_method_by_a_former_name_is_refused(rank: int, world_size: int) -> None:
+    for old, new in (("placed", "check_position"), ("passed", "output_bucket")):
+        stage = type("Own", (AllReduce,), {old: lambda self, *given: None})()
+        ddp = _model()
+        with pytest.raises(ConfigurationError, match=rf"^Own\.{old} is never called: rename it to {new}$"):
+            chain(stage).register(ddp)
+        chain(AllReduce()).register(ddp)
+
+
 class _OfTwoDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

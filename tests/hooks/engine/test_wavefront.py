@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlap.hooks.collectives import Operation, whole_pass
 from overlap.hooks.engine.wavefront import Wavefront
 
 
@@ -10,32 +11,24 @@ class Bucket:
     """Issues one collective per advance and writes it to a log; `"|"` stands for the wait for the whole pass."""
 
     def __init__(self, name: str, collectives: list[str], log: list[str]) -> None:
-        self.name = name
-        self.is_done = False
+        self.subject = name
         self._left = list(collectives)
         self._log = log
-        self._current: str | None = None
 
-    @property
-    def awaits_whole_pass(self) -> bool:
-        return self._current == "|"
-
-    def advance(self) -> None:
-        assert not self.is_done
+    def advance(self) -> Operation | None:
         if not self._left:
-            self.is_done = True
-            self._log.append(f"{self.name}.")
-            return
-        self._current = self._left.pop(0)
-        self._log.append(self.name + self._current)
+            return None
+        current = self._left.pop(0)
+        self._log.append(self.subject + current)
+        return whole_pass() if current == "|" else Operation()
 
 
 def _run(plans: list[list[str]]) -> list[str]:
     log: list[str] = []
-    wavefront = Wavefront()
+    wavefront = Wavefront(lambda name: log.append(f"{name}."))
     for index, plan in enumerate(plans):
         wavefront.arrive(Bucket("abcdefgh"[index], plan, log), is_last=index == len(plans) - 1)
-    assert not wavefront.active
+    assert [log.count(f"{name}.") for name in "abcdefgh"[: len(plans)]] == [1] * len(plans)
     return log
 
 

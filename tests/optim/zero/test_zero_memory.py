@@ -15,7 +15,7 @@ from harness import bucket_sizes_bytes, on_ranks, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
 from overlap.optim.zero import exchange
-from overlap.optim.zero.exchange import BucketShards
+from overlap.optim.zero.exchange import Rows
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -145,14 +145,13 @@ def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, li
         zero = ZeroRedundancyOptimizer([*trained[:4], *trained[6:]], torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
         chain(ZeroStep(zero)).register(ddp)
         taken: list[int] = []
-        rows_of = BucketShards.rows
+        new_rows = Rows.new
 
-        def watched(self: BucketShards, tensors: Any) -> torch.Tensor | None:
-            rows = rows_of(self, tensors)
-            taken.append(0 if rows is None else rows.nbytes)
+        def watched(self: Rows) -> torch.Tensor:
+            taken.append((rows := new_rows(self)).nbytes)
             return rows
 
-        patch.setattr(BucketShards, "rows", watched)
+        patch.setattr(Rows, "new", watched)
         patch.setattr(exchange, "_LEAST_BYTES_ON_STREAMS", at_once_bytes)
         patch.setattr(ZeroStep, "gathering", lambda *_: ())  # So that only the reduction needs workspace.
         ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(rank))).square().mean().backward()

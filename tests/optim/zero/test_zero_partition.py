@@ -15,7 +15,7 @@ from benchmarks.host_cost import IdleStreams
 from harness import on_ranks
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
-from overlap.optim.zero.exchange import BucketShards
+from overlap.optim.zero.exchange import BucketShards, Rows
 from overlap.optim.zero.shards import Owners, Shard, chunk
 
 NUMELS = st.integers(0, 3000)
@@ -87,17 +87,19 @@ def test_a_bucket_is_cut_as_its_parameters_are(
     }
     assert sorted(torch.cat([*by_owner.get(rank, []), flat[:0]]).tolist()) == own
     assert sum(part.numel() for parts in by_owner.values() for part in parts) == flat.numel() - len(rest)
-    if not on_streams or not bucket.are_divided:
+    if not on_streams or not bucket.divided:
         return
-    bucket.pack(gradients, rows := bucket.rows(gradients))
+    rows_of = Rows(bucket, gradients)
+    rows = rows_of.pack()
     assert rows.size(1) % 16 == 0
-    places, chunks = bucket.own_chunks(gradients, rows)
-    assert not chunks or torch.cat(chunks).tolist() == torch.cat(places).tolist() == own
+    assert rows_of.in_place is None or torch.equal(rows, rows_of.in_place)
+    chunks, places = rows_of.own_chunks(rows)
+    assert torch.cat(chunks).tolist() == torch.cat(places).tolist() == own
     expected = flat.clone()
     for shard, gradient in zip(bucket, gradients, strict=True):
-        if chunks and shard.owner is None:
+        if shard.owner is None:
             gradient.zero_()
-    bucket.unpack(rows, gradients)
+    rows_of.unpack(rows)
     assert torch.equal(flat, expected)
 
 
