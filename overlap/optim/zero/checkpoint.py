@@ -26,7 +26,8 @@ from overlap._torch.c10d import side_group
 from overlap.errors import ConfigurationError
 from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, options_of
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
-from overlap.ranks.values import receive, send, snapshot, split
+from overlap.ranks.board import Agreement
+from overlap.ranks.values import mapped, receive, send, snapshot, split
 
 Piece = Mapping[str, Any]
 Own = Mapping[str, Any]
@@ -94,32 +95,33 @@ class ShardedState:
     def without_values(self) -> dict[str, Any]:
         """The consolidated state of an optimizer that has none of any parameter.
 
-        ``torch.distributed.checkpoint.load`` loads what it finds in a ``state_dict()``, which is nothing; with this
-        entry, which no checkpoint has, it fails.
+        ``torch.distributed.checkpoint.load`` loads the entries that it finds in a ``state_dict()``, here none;
+        with this one, which no checkpoint has, it fails.
         """
         manifest = self.own()["manifest"]
         return {"state": dict(manifest["state"]), **manifest["entries"], _NO_STATE: None}
 
-    def check_consolidation(self, own: Own, to: int | None) -> None:
-        """Raises: ConfigurationError: there is no rank ``to``, or a value is neither tensors nor plain values."""
-        ranks = self.process_group.size()
+    def consolidate(self, to: int | None, agreement: Agreement) -> dict[str, Any] | None:
+        """Put the state together in the form of the plain optimizer on rank ``to``, or on all ranks, to which each rank
+        sends its tensors of one block of parameters after another; ``None`` on the other ranks. The groups are left
+        out.
+
+        Raises:
+            ConfigurationError: there is no rank ``to``, or a value is neither tensors nor plain values.
+        """
+        own, rank, ranks = self.own(), self.process_group.rank(), self.process_group.size()
         if to is not None and not 0 <= to < ranks:
             raise ConfigurationError(
                 f"consolidate_state_dict(to={to}): ranks of the group are 0 to {ranks - 1}, and None stands for all"
             )
         split(own, "zero.state")
-
-    def consolidate(self, own: Own, to: int | None) -> dict[str, Any] | None:
-        """Put the state together in the form of the plain optimizer on rank ``to``, or on all ranks, to which each rank
-        sends its tensors of one block of parameters after another; ``None`` on the other ranks. The groups are left
-        out."""
-        group, rank = side_group(self.process_group), self.process_group.rank()
-        root, others = to or 0, [one for one in range(self.process_group.size()) if one != (to or 0)]
+        agreement.agree()
+        group, root, others = side_group(self.process_group), to or 0, [n for n in range(ranks) if n != (to or 0)]
         ends_bytes = itertools.accumulate(shard.parameter.nbytes for shard in self.shards)
         blocks = itertools.groupby(enumerate(ends_bytes), key=lambda one: one[1] // _BLOCK_BYTES)
         whole: dict[Any, Any] = {}
         for indexes in [[], *([index for index, _ in block] for _, block in blocks)]:
-            # First what belongs to no parameter, and then each block.
+            # First the manifest, and then each block.
             mine = {index: own["pieces"][index] for index in indexes if index in own["pieces"]}
             mine = mine if indexes else own["manifest"]
             if rank != root:
@@ -137,8 +139,8 @@ class ShardedState:
         return {**rest["entries"], "state": {**rest["state"], **whole}} if rest else None
 
     def _whole(self, indexes: Sequence[int], of_ranks: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-        """The state of whole parameters from the pieces of all ranks; of none, what belongs to no parameter. That is
-        the first rank's, which has something to step, as such state may need."""
+        """The state of whole parameters from the pieces of all ranks; without ``indexes`` the state that belongs to no
+        parameter, of the first rank, which has something to step, as such state may need."""
         if not indexes:
             return {key: of_ranks[0][key] for key in ("state", "entries")}
         try:
@@ -154,7 +156,7 @@ class ShardedState:
             ConfigurationError: they are of other parameters, or elements are missing.
         """
         manifest, every = owns[0]["manifest"], list(map(_pieces_in, owns))
-        self._check_manifest(manifest)
+        self._check_strides(manifest)
         states = {n: self._cut([one[n] for one in every if n in one], n) for n in self.pieces({})}
         return {"manifest": manifest, "pieces": self.pieces(states)}
 
@@ -195,7 +197,7 @@ class ShardedState:
 
     def check(self, own: Own) -> None:
         """Raises: ConfigurationError: ``own`` is of other parameters, or of other elements of them."""
-        self._check_manifest(own["manifest"])
+        self._check_strides(own["manifest"])
         pieces = self._pieces_here(own)
         for index, here in self.pieces({}).items():
             shard, piece = self.shards[index], pieces.get(index, {"start": None, "shape": (), "state": {}})
@@ -217,15 +219,15 @@ class ShardedState:
     def load(self, own: Own) -> None:
         """Replace the state, masters and hyperparameters of this rank by ``own``, which has passed :meth:`check` and is
         kept, after the model's parameters."""
-        manifest, pieces, chunks = own["manifest"], self._pieces_here(own), self._chunks
+        manifest, pieces, dtypes = own["manifest"], self._pieces_here(own), list[torch.dtype | None]()
         rest = copy.deepcopy({**manifest["entries"], "state": manifest["state"]})
-        dtypes = manifest["dtypes"] or [None] * len(self.shards)
         loaded = {**self.optimizer.state_dict(), **rest}
         for shard in self.shards:
             shard.follow()
         owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
-        for place, chunk in enumerate(chunks):
+        for place, chunk in enumerate(self._chunks):
             index, shard = owned[id(chunk)]
+            dtypes.append(manifest["dtypes"] and manifest["dtypes"][index])
             state = dict(pieces[index]["state"])
             master = state.pop(_MASTER, None)
             if shard.has_master:
@@ -234,10 +236,7 @@ class ShardedState:
                 loaded["state"][place] = state
         for group, options in zip(loaded["param_groups"], manifest["options"], strict=True):
             group.update(options)
-        self.optimizer.load_state_dict(loaded)
-        for place, chunk in enumerate(chunks):
-            given, now = loaded["state"].get(place, {}), self.optimizer.state.get(chunk, {})
-            _keep_values(given, now, chunk, is_as_saved=dtypes[owned[id(chunk)][0]] == chunk.dtype)
+        load_as_saved(self.optimizer, loaded, dtypes=dtypes)
         copy_options(self.optimizer.param_groups, self.param_groups)
 
     def load_whole(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> None:
@@ -254,10 +253,12 @@ class ShardedState:
                 f"this is not a state_dict of an optimizer: its keys are {sorted(map(str, state_dict))}{hint}"
             )
         groups = state_dict["param_groups"]
+        then, here = ([len(group["params"]) for group in one] for one in (groups, self.param_groups))
+        if then != here:
+            raise ConfigurationError(f"the checkpoint has groups of {then} parameters, but this optimizer has {here}")
         keys = [key for group in groups for key in group["params"]]
         rest = {key: value for key, value in state_dict["state"].items() if key not in keys}
         manifest = self.manifest(state=rest, entries=entries_of(state_dict), groups=groups, dtypes=dtypes)
-        self._check_manifest(manifest)
         pieces = {}
         for index, (shard, key) in enumerate(zip(self.shards, keys, strict=True)):
             state, shape = state_dict["state"].get(key, {}), shard.parameter.shape
@@ -280,24 +281,13 @@ class ShardedState:
             "state": state,
             "entries": entries,
             "options": [options_of(group) for group in groups],
-            "groups": [len(group["params"]) for group in groups],
             "dtypes": dtypes,
             "strides": [list(shard.parameter.stride()) for shard in self.shards],
-            "shapes": [list(shard.parameter.shape) for shard in self.shards],
         }
 
-    def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
-        groups = [len(group["params"]) for group in self.param_groups]
-        if manifest["groups"] != groups:
-            raise ConfigurationError(
-                f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {groups}"
-            )
-        for shard, shape, strides in zip(self.shards, manifest["shapes"], manifest["strides"], strict=True):
-            if shape != list(shard.parameter.shape):
-                raise ConfigurationError(
-                    f"{shard.name}: its shape in the checkpoint is {shape}, here {list(shard.parameter.shape)}"
-                )
-            here = zip(shape, strides, shard.parameter.stride(), strict=True)
+    def _check_strides(self, manifest: Mapping[str, Any]) -> None:
+        for shard, strides in zip(self.shards, manifest["strides"], strict=True):
+            here = zip(shard.parameter.shape, strides, shard.parameter.stride(), strict=True)
             if any(length != 1 and there != own for length, there, own in here):
                 raise ConfigurationError(
                     f"{shard.name}: its strides in the checkpoint are {strides}, here "
@@ -342,34 +332,34 @@ def packed(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) 
     """A consolidated state with these groups as the plain optimizer's ``state_dict()``, which the caller may change."""
     places = itertools.count()
     groups = [{**group, "params": list(itertools.islice(places, len(group["params"])))} for group in param_groups]
-    found: dict[str, Any] = _as_plain({**whole, "param_groups": groups})
+    found: dict[str, Any] = mapped({**whole, "param_groups": groups}, lambda one: one, "zero.state_dict()")
     return found
 
 
-def _as_plain(value: Any) -> Any:
-    """New dicts and lists, with NumPy's numbers as Python's, which ``torch.load(weights_only=True)`` accepts."""
-    if isinstance(value, dict):
-        return {key: _as_plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_as_plain, value))
-    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
-
-
 def entries_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer's ``state_dict()`` has beside state and groups."""
+    """The entries of an optimizer's ``state_dict()`` beside state and groups."""
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", _NO_STATE)}
 
 
-def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor, *, is_as_saved: bool) -> None:
-    """PyTorch's ``load_state_dict`` takes strings for sequences, and loads codes, counters and numbers in the chunk's
-    dtype: put them back. Moments stay in that dtype unless they were saved in another one beside the same dtype."""
-    for key, value in given.items():
-        now = loaded.get(key)
-        if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
-            loaded[key] = value
-        if key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
-            continue
-        is_number = value.numel() == 1 and value.shape != chunk.shape
-        is_kept = is_as_saved or is_number or not value.dtype.is_floating_point
-        if is_kept and now.dtype == chunk.dtype != value.dtype:
-            loaded[key] = value.to(now.device)
+def load_as_saved(
+    optimizer: Any, saved: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None
+) -> None:
+    """``optimizer.load_state_dict``, which takes strings for sequences and casts state to the parameter's dtype; then
+    these values as they were saved. Moments stay in that dtype where the parameter had another one of ``dtypes``."""
+    optimizer.load_state_dict(dict(saved))
+    if not {"state", "param_groups"} <= set(saved):
+        return  # A form of the optimizer's own.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for place, (parameter, number) in enumerate(zip(parameters, keys, strict=True)):
+        loaded, is_as_saved = optimizer.state.get(parameter, {}), dtypes is None or dtypes[place] == parameter.dtype
+        for key, value in saved["state"].get(number, {}).items():
+            now = loaded.get(key)
+            if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
+                loaded[key] = value
+            if key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
+                continue
+            is_number = value.numel() == 1 and value.shape != parameter.shape
+            is_kept = is_as_saved or is_number or not value.dtype.is_floating_point
+            if is_kept and now.dtype == parameter.dtype != value.dtype:
+                loaded[key] = value.to(now.device)
