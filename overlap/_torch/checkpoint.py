@@ -218,17 +218,11 @@ class Folder:
         found = self.found[name]
         return torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
 
-    def read(self, name: str, boxes: Boxes) -> None:
-        """Read a tensor into ``boxes``."""
-        self._read({name: boxes})
-
-    def unpickled(self, name: str) -> Any:
-        """An entry that is not a tensor."""
-        return self._read({name: None})[name]
-
-    def _read(self, given: dict[str, Any]) -> dict[str, Any]:
+    def read(self, name: str, boxes: Boxes | None = None) -> Any:
+        """Read a tensor into ``boxes``, or return an entry that is not a tensor."""
+        given: dict[str, Any] = {name: boxes}
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(given, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return given
+        return given[name]

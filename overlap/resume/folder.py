@@ -150,13 +150,10 @@ def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim
         TrainingLoopError: between backward and ``step()``, where the update was made in backward.
         PeerError: another rank has raised one of these.
 
-    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
-    >>> chain(PowerSGD(rank=1), Step(optim)).register(ddp)
-    <chain(PowerSGD(rank=1), Step(SGD, interleaved)) registered>
-    >>> from tempfile import mkdtemp
-    >>> folder = mkdtemp()
+    >>> optim = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     >>> scheduler = torch.optim.lr_scheduler.StepLR(optim, 10)
-    >>> overlap.save(folder, ddp, optim, scheduler=scheduler, epoch=3)
+    >>> from tempfile import mkdtemp
+    >>> overlap.save(folder := mkdtemp(), ddp, optim, scheduler=scheduler, epoch=3)
     >>> overlap.load(folder, ddp, optim, scheduler=scheduler)
     {'epoch': 3}
     """
@@ -383,15 +380,12 @@ class _Found:
                 )
             raise ConfigurationError(f"{self._path} {fault}") from error
 
-    def _read(self, name: str, boxes: Boxes) -> None:
-        self._checked(self._folder.read, name, boxes)
-
     def _value(self, name: str) -> Any:
         """All of an entry."""
         if self._folder.is_pickled(name):
-            return self._checked(self._folder.unpickled, name)
+            return self._checked(self._folder.read, name)
         value = self._folder.empty(name)
-        self._read(name, Boxes.whole(value, is_read=True))
+        self._checked(self._folder.read, name, Boxes.whole(value, is_read=True))
         return value
 
     def state(self) -> dict[str, Any]:
@@ -471,7 +465,7 @@ class _Found:
         buffer, name = torch.empty(end - start, dtype=torch.uint8, device="cpu"), self._name(_BYTES, rank, part)
         if name is not None and end > start:
             shape = self._folder.found[name].size
-            self._read(name, Boxes.chunk(buffer, shape, (1,), start, is_read=True))
+            self._checked(self._folder.read, name, Boxes.chunk(buffer, shape, (1,), start, is_read=True))
         return filled(
             laid, lambda leaf: buffer[leaf.start - start : leaf.end - start].view(leaf.dtype).view(leaf.shape)
         )
@@ -565,7 +559,8 @@ class _Found:
                     continue
                 flat = torch.empty(math.prod(piece["shape"]), dtype=found.properties.dtype, device="cpu")
                 piece["state"][key] = shard.shaped(flat)
-                self._read(saved, Boxes.chunk(flat, shape, shard.parameter.stride(), piece["start"], is_read=True))
+                boxes = Boxes.chunk(flat, shape, shard.parameter.stride(), piece["start"], is_read=True)
+                self._checked(self._folder.read, saved, boxes)
         return {"own": {"manifest": manifest, "pieces": pieces}}
 
 
