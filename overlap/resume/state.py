@@ -306,7 +306,8 @@ class RankState:
             return olds[self.rank]
         for old in olds:
             self._check_stages(old)
-            if "optimizer" in old:
+            if "model" in old:
+                self._check_model(old["model"])
                 self._check_optimizers(old["optimizer"])
         base = {**olds[self.rank % len(olds)], "rank": self.rank, "ranks": self.ranks}
         if self.stage is not None:

@@ -238,6 +238,16 @@ def test_states_that_do_not_belong_together_or_have_no_rule_are_refused_by_name(
         states = states_of(form, steps)
         with pytest.raises(ConfigurationError, match=message):
             overlap.load_state_dict(*_alone(form, groups[rank]), states)
+    # Of another model, whose parameters have the same names and as many elements.
+    ddp = wrap(torch.nn.Linear(16, 16))
+    states = _all_states(ddp, _zero(ddp))
+    flat = torch.nn.Module()
+    flat.weight, flat.bias = torch.nn.Parameter(torch.zeros(256)), torch.nn.Parameter(torch.zeros(16))
+    other = wrap(flat, process_group=groups[rank])
+    zero = ZeroRedundancyOptimizer(other.parameters(), torch.optim.AdamW, groups[rank], **ADAMW)
+    chain(ZeroStep(zero)).register(other)
+    with pytest.raises(ConfigurationError, match=r"another model's: weight is \(16, 16\) .* and \(256,\)"):
+        overlap.load_state_dict(other, zero, states)
 
 
 def _left_out(old: int) -> dict[str, Any]:
