@@ -1,6 +1,6 @@
 """The work and the memory of one rank on an accelerator against the number of ranks, measured without one.
 
-    python -m benchmarks.scale [--ranks 8 64 512 4096] [--buckets 4] [--only TEXT] [--into docs/scale.md]
+    python -m benchmarks.scale [--ranks 8 64 512 4096] [--buckets 4] [--only TEXT] [--into docs/reports/scale.md]
 
 As `benchmarks.host_cost`: PyTorch's fake process group stands for the ranks, streams do nothing, collectives are free.
 So it shows the host's side alone: Python calls and operators of a bucket, Python's tensors that are kept for it and in
@@ -26,7 +26,7 @@ from benchmarks import host_cost
 from benchmarks.host_cost import ADAMW, Operators, calls_counted, model_on, step, timed
 from benchmarks.pages import in_columns, in_markdown, write_between
 from benchmarks.recipes import Recipe, reduced, sharded
-from overlap import AllGather, AllReduce, Cast, GatherQuantized, Int4, Int8, PowerSGD, Quantize
+from overlap import AllReduce, Cast, Int4, Int8, PowerSGD, Quantize
 from overlap.hooks.engine.registration import registration_of
 
 _WARM_UP = 4
@@ -41,11 +41,7 @@ METHODS: dict[str, Recipe] = {
     "ZeroStep": sharded(),
     "ZeroStep, in forward": sharded(gather="forward"),
     "ZeroStep, by parameter": sharded(partition="parameter"),
-    "AllGather": reduced(AllGather),
-    "GatherQuantized(512)": reduced(lambda: GatherQuantized(512)),
 }
-# Every rank has the gradients of all; more would take minutes.
-_MOST = {"AllGather": 512, "GatherQuantized(512)": 512}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [["chain", "calls", "operators", "tensors kept", "us", "made in, ms"]]
-    for method in METHODS:
-        if options.only in method:
-            ranks = [one for one in options.ranks if one <= _MOST.get(method, one)]
-            rows.append(_row(method, ranks, options.buckets))
+    rows += [_row(method, options.ranks, options.buckets) for method in METHODS if options.only in method]
     print(in_columns(rows))
     if options.into is not None:
         write_between(options.into, "<!-- scale -->", "<!-- end of scale -->", in_markdown(rows))

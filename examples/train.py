@@ -2,13 +2,14 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
-model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
@@ -19,7 +20,7 @@ for step in range(100):
     x = torch.randn(32, 64)
     y = x[:, :10].argmax(dim=1)
     optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(ddp(x), y)
+    loss = nn.functional.cross_entropy(ddp(x), y)
     loss.backward()
     optimizer.step()
     if dist.get_rank() == 0 and step % 33 == 0:

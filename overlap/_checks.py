@@ -1,4 +1,4 @@
-"""Checks of arguments, and how messages name what was given instead."""
+"""Checks of arguments, and how messages name the value that was given instead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> 
     """The ``DistributedDataParallel`` model that ``model`` is, or that ``torch.compile`` was given to make it.
 
     Raises:
-        error: it is not; the message says what to give instead.
+        error: it is not; the message names the argument to give instead.
     """
     plain = uncompiled(model)
     if isinstance(plain, DistributedDataParallel):
@@ -143,8 +143,8 @@ def is_one_of(value: object, *words: str | None) -> bool:
     return value in words if value is None or isinstance(value, str) else False
 
 
-def refuse_capture(what: str, instead: str, device: torch.device | None = None) -> None:
-    """Refuse ``what``, which acts on the host in each step anew, in a CUDA graph; ``instead`` says what to do.
+def refuse_capture(call: str, instead: str, device: torch.device | None = None) -> None:
+    """Refuse ``call``, which acts on the host in each step anew, in a CUDA graph; ``instead`` is the remedy.
 
     Raises:
         UnsupportedError: a CUDA graph is being captured on the current stream of ``device``, the accelerator where
@@ -152,7 +152,7 @@ def refuse_capture(what: str, instead: str, device: torch.device | None = None) 
     """
     if is_capturing(device):
         raise UnsupportedError(
-            f"a CUDA graph is being captured, and {what} cannot be in it: a graph repeats the kernels of one step, and "
+            f"a CUDA graph is being captured, and {call} cannot be in it: a graph repeats the kernels of one step, and "
             f"this acts on the host in each step anew; {instead}"
         )
 

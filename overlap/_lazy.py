@@ -20,9 +20,11 @@ _OFFLOAD = "run the module's forward in the block: with torch.autograd.graph.sav
 _QUANTIZE = (
     "give the collective tensor.to(torch.bfloat16), and for gradients use overlap.Quantize(overlap.Int8()) in a chain"
 )
+_EIGHT_BITS = "use overlap.Quantize(overlap.Int8()), which sends and keeps no more on many ranks than on two"
 
 REMOVED = {
     "AddNoise": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "AllGather": "use AllReduce(), which sends W/2 times less on W ranks",
     "AdamW8bit": "use torchao's or bitsandbytes' AdamW8bit, in Step(optimizer, deferred=True) or after overlap.declare",
     "Checkpointed": _CHECKPOINT,
     "Centralize": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
@@ -32,18 +34,25 @@ REMOVED = {
     "ClipValue": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
     "DQuantType": _QUANTIZE,
     "ElasticLocalSGD": "use torchft, whose LocalSGD and DiLoCo outlive a lost group of ranks",
+    "GatherQuantized": _EIGHT_BITS,
     "Hierarchical": "use Quantize(wire), which on several machines sends the wire between them alone",
+    "HierarchicalModelAverager": "give PostLocalSGDOptimizer PyTorch's, of "
+    "torch.distributed.algorithms.model_averaging.hierarchical_model_averager",
     "JoinHook": "use torch.distributed.algorithms.join.JoinHook",
     "Joinable": "use torch.distributed.algorithms.join.Joinable",
     "Offloaded": _OFFLOAD,
     "QuantizationOverflowError": "use warnings.filterwarnings('error', message='.*values too large')",
     "Scale": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "allgather_then_aggregate_hook": "use overlap.hooks.allreduce_hook",
     "apply_activation_checkpointing": _CHECKPOINT,
     "auto_quantize": _QUANTIZE,
+    "batched_powerSGD_hook": "use overlap.PowerSGD(), which is closer to the gradients",
     "broadcast": "await overlap.hooks.all_reduce(tensor), after tensor.zero_() on the other ranks",
     "by_ndim": "write a function: def is_matrix(name, parameter): return parameter.ndim >= 2",
     "checkpoint_wrapper": _CHECKPOINT,
     "offload_wrapper": _OFFLOAD,
+    "quantization_perchannel_hook": _EIGHT_BITS,
+    "quantization_pertensor_hook": _EIGHT_BITS,
     "save_reports": "use Timeline.export_chrome_trace('trace.json'), and open it in ui.perfetto.dev",
     "uses_current_stream": "use overlap.declare(cls, 'element') or overlap.declare(cls, 'parameter')",
 }

@@ -48,7 +48,7 @@ def start(
     """Start a thread; see [Note: the end of the interpreter].
 
     Args:
-        target: what it runs.
+        target: the function that it runs.
         name: the thread's name.
         stop: asks it to end when it has done its work.
         abandon: makes it end sooner, if it waits for other ranks.

@@ -17,7 +17,7 @@ from typing import Any
 from overlap import __version__
 from overlap.errors import ConfigurationError
 
-# name -> (module, what it does): a new command is one line here.
+# name -> (module, description): a new command is one line here.
 COMMANDS = {
     "demo": ("overlap.demo", "trains ResNet-18 on digits, plainly and overlapped, and compares the two"),
     "estimate": ("overlap.estimate", "estimates how long a step takes with each chain, on a link of your speed"),

@@ -1,4 +1,4 @@
-"""`python -m overlap doctor`: does this installation work, and what does a bug report need to say of it?"""
+"""`python -m overlap doctor`: whether this installation works, and all that a bug report needs to say of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Prints what is there and what is missing; returns 1 if the library cannot work as it is."""
+    """Prints versions, settings and problems; returns 1 if the library cannot work as it is."""
     problems = [*_versions(), *_machine(), *_works()]
     for problem in problems:
         print(f"PROBLEM: {problem}")

@@ -22,6 +22,8 @@ from overlap.cli import COMMANDS, main
         ("demo --epochs many", "from 1 to 1000"),
         ("demo --rank 2", "--ranks"),
         ("demo --images 3 --ranks 4", "give --images 128 or more"),
+        ("estimate --machines 0", "--machines must be more than 0"),
+        ("estimate --cpu", "--cpu needs --compute-ms"),
     ],
 )
 def test_a_bad_option_is_refused_with_what_is_allowed(

@@ -27,7 +27,6 @@ _BUCKETS = {"ZeroStep, by parameter": 1}
         "ZeroStep, in forward",
         "ZeroStep, by parameter",
         "Quantize(Int8())",
-        "GatherQuantized(512)",
         "PowerSGD(rank=4)",
         "DivideByCount, AllReduce",
     ],

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import overlap
 from benchmarks.models import WORKLOADS
 from benchmarks.recipes import (
     Maker,
@@ -42,14 +41,9 @@ from overlap import (
     Int4,
     Int8,
     Join,
-    OverlappedOptimizer,
     PowerSGD,
     Quantize,
-    Step,
     TopK,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    chain,
     optim,
 )  # fmt: skip
 from overlap.errors import ConfigurationError
@@ -159,8 +153,6 @@ class Variant:
     lead_in_steps: int = 0
     # It may crash at any step, so it is timed with its baselines and no other variant.
     timed_alone: bool = False
-    # With which it is run if no variants are named; a refusal by a backend becomes a row that says so.
-    backends: tuple[str, ...] = ("gloo", "nccl")
 
     def optimizer_name(self, settings: Namespace) -> str:
         return self.optimizer or settings.optimizer
@@ -246,41 +238,6 @@ _row("torch-zero-sgd", torch_zero, optimizer="sgd")
 _row("torch-zero-adamw", torch_zero, optimizer="adamw")
 _sharded_rows("overlap-zero-sgd", optimizer="sgd")
 _sharded_rows("overlap-zero-adamw", optimizer="adamw-fused")
-
-
-# Two updates: Muon for matrices and AdamW for the rest --------------------------------------------------------------
-
-
-def _ddp_muon(ddp: DistributedDataParallel, make: Maker) -> Update:
-    both = tuple(kind(parameters, lr=LEARNING_RATE) for kind, parameters in _matrices_and_rest(ddp))
-    return Update(optimizers=both, clear=ddp.zero_grad)
-
-
-def _step_muon(ddp: DistributedDataParallel, make: Maker) -> Update:
-    both = [OverlappedOptimizer(kind(found, lr=LEARNING_RATE)) for kind, found in _matrices_and_rest(ddp)]
-    chain(AllReduce(), *map(Step, both)).register(ddp)
-    return Update(optimizers=tuple(both))
-
-
-def _zero_muon(ddp: DistributedDataParallel, make: Maker) -> Update:
-    both = [
-        ZeroRedundancyOptimizer(found, kind, process_group=ddp.process_group, overlap_with_ddp=True, lr=LEARNING_RATE)
-        for kind, found in _matrices_and_rest(ddp)
-    ]
-    chain(*map(ZeroStep, both)).register(ddp)
-    return Update(optimizers=tuple(both))
-
-
-def _matrices_and_rest(ddp: nn.Module) -> list[tuple[Any, list[Tensor]]]:
-    parameters: list[Tensor] = list(ddp.parameters())
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-    rest = [parameter for parameter in parameters if parameter.ndim != 2]
-    return [(torch.optim.Muon, matrices), (torch.optim.AdamW, rest)]
-
-
-_row("ddp-muon", _ddp_muon, baseline="ddp-muon", optimizer="adamw-fused")
-_row("overlap-step-muon", _step_muon, baseline="ddp-muon", optimizer="adamw-fused")
-_row("overlap-zero-muon", _zero_muon, baseline="ddp-muon", optimizer="adamw-fused")
 
 
 # Gradients in fewer bytes -------------------------------------------------------------------------------------------
@@ -380,37 +337,13 @@ def _overlap_join(setup: TrainingSetup) -> TrainingLoop:
     return TrainingLoop(step=step, block=block)
 
 
-# The choice among the exact ones ------------------------------------------------------------------------------------
-
-
-# Only where it is asked for by name: choosing takes a quarter of a minute.
-@variant("overlap-auto", optimizer="adamw-fused", floor="streamed", block_steps=4, lead_in_steps=1, backends=())
-def _overlap_auto(setup: TrainingSetup) -> TrainingLoop:
-    """The method that `overlap.auto` chooses; it may leave gathers to the next forward."""
-    model = setup.model()
-    optimizer: Any
-    ddp, optimizer = overlap.auto(
-        model,
-        setup.make(model.parameters()),
-        sample=setup.batch,
-        loss=nn.functional.cross_entropy,
-        allow="sharded",
-        process_group=setup.group,
-        quiet=True,
-    )
-    finish = getattr(optimizer, "wait", lambda: None)
-    return setup.loop(ddp, Update(optimizers=(optimizer,), clear=optimizer.zero_grad, finish=finish))
-
-
 def choose(settings: Namespace) -> tuple[str, ...]:
-    """The variants to run: those asked for or all that fit the backend, with the baselines they are compared to."""
-    backend = "gloo" if settings.device == "cpu" else "nccl"
+    """The variants to run: those asked for or all, with the baselines they are compared to."""
     known = registry()
     unknown = [name for name in settings.variants if name not in known]
     if unknown:
         raise ConfigurationError(f"variants has {', '.join(unknown)}; known are {', '.join(known)}")
-    asked = settings.variants or tuple(name for name, one in known.items() if backend in one.backends)
-    return with_baselines(asked, settings)
+    return with_baselines(settings.variants or known, settings)
 
 
 def with_baselines(names: Iterable[str], settings: Namespace) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--evaluate-every", type=int, default=8, metavar="STEPS", help="with the clock stopped")
     add("--batch-size", type=int, default=64, help="of all ranks together")
     add("--width", type=int, help="first channels of ResNet-18 (16, usually 64), or width of the Transformer (128)")
+    add("--learning-rate", type=float, help="the highest of the schedule (0.05 for digits, 5e-3 for text)")
     add("--output", type=Path, default=Path("overlap-race"), metavar="DIR",
         help="for race.json; trainings that it holds are not repeated")  # fmt: skip
     add("--show", action="store_true", help="train nothing: print race.json")
@@ -122,6 +123,7 @@ def _course(options: argparse.Namespace, *, is_shaped: bool) -> Course:
         steps=options.steps,
         evaluate_every=options.evaluate_every,
         machine=f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}",
+        learning_rate=options.learning_rate,
     )
 
 

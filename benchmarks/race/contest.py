@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,12 @@ CONTESTANTS: dict[str, Recipe] = {
     "overlap-int8": stepped(lambda: Quantize(Int8())),
     "overlap-int4": stepped(lambda: Quantize(Int4(), error_feedback=True)),
     "overlap-powersgd-r4": stepped(lambda: PowerSGD(rank=4)),
+    "overlap-powersgd-r16": stepped(lambda: PowerSGD(rank=16)),
+    "overlap-powersgd-r32": stepped(lambda: PowerSGD(rank=32)),
+    # As is advised, after a quarter of these trainings.
+    "overlap-powersgd-r4-late": stepped(lambda: PowerSGD(rank=4, start_step=32)),
+    "overlap-powersgd-r16-late": stepped(lambda: PowerSGD(rank=16, start_step=32)),
+    "overlap-powersgd-r32-late": stepped(lambda: PowerSGD(rank=32, start_step=32)),
     "overlap-zero": sharded(gather="backward"),
     "overlap-zero-gather-forward": sharded(gather="forward"),
     # It begins after as many steps of plain DDP as two rounds have.
@@ -88,10 +94,13 @@ def _train(world: World, course: Course, name: str, seed: int) -> _Curve:
     task = load_task(course.task, width=course.width, batch_size=course.batch_size)
     torch.manual_seed(seed)
     ddp = DistributedDataParallel(task.make_model())
-    update = CONTESTANTS[name](ddp, task.make)
+    make = task.make
+    if course.learning_rate is not None:
+        make = replace(make, options={**make.options, "lr": course.learning_rate})
+    update = CONTESTANTS[name](ddp, make)
     schedule = OneCycleLR(
         update.optimizers[0],
-        max_lr=task.make.options["lr"],
+        max_lr=make.options["lr"],
         total_steps=course.steps + 1,
         pct_start=0.2,
         cycle_momentum=False,

@@ -31,6 +31,8 @@ class Course:
     evaluate_every: int
     # The processor, its cores and torch's version: times of two machines do not belong in one table.
     machine: str
+    # The highest of the schedule; None: the task's own.
+    learning_rate: float | None = None
 
     @property
     def link(self) -> str:

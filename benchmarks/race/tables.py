@@ -98,9 +98,10 @@ def markdown(course: Course, cells: Sequence[Cell], target: float) -> str:
 
 
 def _title(course: Course, target: float) -> str:
+    rate = "" if course.learning_rate is None else f", learning rate {course.learning_rate:g}"
     return (
         f"{course.task}, {course.ranks} ranks, {course.link}: time to {_METRICS[course.task][0]} {target:g}, "
-        f"{course.model} ({course.parameters / 1e6:.2f} M parameters)"
+        f"{course.model} ({course.parameters / 1e6:.2f} M parameters){rate}"
     )
 
 

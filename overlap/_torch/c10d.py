@@ -133,10 +133,12 @@ def new_group_of(
     if has_priority and dist.is_nccl_available() and "nccl" in backends:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
+    # Newer annotations include a number for ranks that are not in the group, which these are.
+    new_group: Any = dist.new_group
     module: Any = distributed_c10d
     named, module._process_group_name = module._process_group_name, lambda ranks, use_hashed_name: name
     try:
-        made: dist.ProcessGroup = dist.new_group(
+        made: dist.ProcessGroup = new_group(
             list(ranks),
             timeout=timeout,
             backend=backends,

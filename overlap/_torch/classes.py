@@ -10,11 +10,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager, PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.optim import Optimizer
 
 __all__ = [
-    "HierarchicalModelAverager",
     "ModelAverager",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",

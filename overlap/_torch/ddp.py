@@ -43,7 +43,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     """The parameters that DDP may reduce, with their fully qualified names in the wrapped module.
 
-    Includes parameters that are frozen now: DDP decided what it reduces when it was made. A tied parameter has its
+    Includes parameters that are frozen now: DDP decided which it reduces when it was made. A tied parameter has its
     first name. ``_orig_mod.``, which ``torch.compile`` adds, is left out, so that state saved from a compiled model
     fits the same model uncompiled. DDP looks for ignored ones as ``module.name``, so it reduces those of the root.
     """

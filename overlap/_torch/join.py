@@ -1,5 +1,5 @@
-"""What PyTorch's ``Join`` and DDP ask of a joinable, and what they know of it. Private names, which have no public way
-in."""
+"""The questions that PyTorch's ``Join`` and DDP ask of a joinable, and their answers. Private names, which have no
+public way in."""
 
 from __future__ import annotations
 

@@ -16,21 +16,18 @@ from overlap.hooks.collectives import (
 )
 from overlap.hooks.engine.registration import Registration
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
-from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from overlap.hooks.quantize import GatherQuantized, Quantize
-from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction
+from overlap.hooks.powersgd import PowerSGD, PowerSGDState, powerSGD_hook
+from overlap.hooks.quantize import Quantize
+from overlap.hooks.reducers import AllReduce, Cast, NoReduction
 from overlap.hooks.route import route
 from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.torch_names import (
-    allgather_then_aggregate_hook,
     allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
     noop_hook,
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
 )
 from overlap.hooks.transforms import ClipGradNorm, DivideByCount, Log, SkipNonFinite, Transform
 from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
@@ -38,7 +35,6 @@ from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wir
 check_imported_as(__name__, "overlap.hooks")
 
 __all__ = [
-    "AllGather",
     "AllReduce",
     "BFloat16",
     "Bucket",
@@ -48,7 +44,6 @@ __all__ = [
     "Float8",
     "ClipGradNorm",
     "DivideByCount",
-    "GatherQuantized",
     "Int4",
     "Int8",
     "Log",
@@ -69,11 +64,9 @@ __all__ = [
     "Transform",
     "all_gather",
     "all_reduce",
-    "allgather_then_aggregate_hook",
     "allreduce_hook",
     "as_hook",
     "as_stage",
-    "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "chain",
@@ -83,8 +76,6 @@ __all__ = [
     "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",
-    "quantization_perchannel_hook",
-    "quantization_pertensor_hook",
     "reduce_scatter",
     "reducer",
     "register",

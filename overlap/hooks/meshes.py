@@ -49,7 +49,7 @@ from overlap.hooks.engine.registration import (
 from overlap.hooks.engine.runtime import Runtime
 from overlap.hooks.engine.wavefront import BackwardPass, Task
 from overlap.hooks.post_local_sgd import PostLocal
-from overlap.hooks.reducers import AllGather, AllReduce, NoReduction, OnGroup
+from overlap.hooks.reducers import AllReduce, NoReduction, OnGroup
 from overlap.hooks.stage import Role, Stage, StageContext, redistributed, walk, with_contexts
 from overlap.ranks.board import Agreement, group_all_reduce
 
@@ -60,7 +60,7 @@ _INSTEAD = {
     Role.AVERAGER: "FSDP owns the parameters, and averaging between steps is for DistributedDataParallel",
 }
 # Whatever lies beside a gradient, its mean is the same.
-_ELEMENTWISE = (AllReduce, AllGather, NoReduction)
+_ELEMENTWISE = (AllReduce, NoReduction)
 # In a state of a stage: tensors by parameter's name, of the shape of its shard.
 _BY_SHARD = ("error", "residuals")
 _MARK, _TENSOR = "replica|", "@tensor"

@@ -160,7 +160,7 @@ class PostLocal(Stage):
         return {**super().state_dict(), "iter": self._state.iter}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` counts on from its own."""
+        """Load a state that :meth:`state_dict` returned; without an ``iter``, ``state`` counts on from its own."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "iter"})
         self._state.iter, self._committed = state_dict.get("iter", self._state.iter), None
 

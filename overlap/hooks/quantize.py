@@ -1,17 +1,14 @@
-"""The mean of the gradients in fewer bytes: sent through a wire, or gathered in 8 bits as PyTorch's hooks do."""
+"""The mean of the gradients in fewer bytes: sent through a wire."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn.functional import pad
 
-from overlap._checks import check_flag, check_whole_number, short_repr
+from overlap._checks import check_flag, short_repr
 from overlap._torch.foreach import all_finite
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import all_gather
-from overlap.hooks.segments import ALIGNMENT
-from overlap.hooks.stage import Stage
 from overlap.hooks.wires import Int8, StageMemory, StageWithMemory, Wire, redistribute
 
 
@@ -87,53 +84,3 @@ class Quantize(StageWithMemory):
 
     def __repr__(self) -> str:
         return f"Quantize({self.wire!r}{', error_feedback=True' if self.error_feedback else ''})"
-
-
-class GatherQuantized(Stage):
-    """The mean over ranks of gradients sent as unsigned 8-bit integers, with a scale and a zero point per chunk.
-
-    The error is at most half a scale, and zero is exact. If a value is not finite, all values that share its scale
-    become NaN.
-
-    Args:
-        chunk: how many values share a scale; the whole bucket where ``None``.
-
-    Communication: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
-    ``bucket.buffer``. Memory: the buckets of all ranks in fp32, which are decoded together.
-
-    >>> chain(GatherQuantized(512)).register(ddp)
-    <chain(GatherQuantized(512)) registered>
-    >>> loss_fn(ddp(x), y).backward()
-    """
-
-    def __init__(self, chunk: int | None) -> None:
-        self.chunk = None if chunk is None else check_whole_number("chunk", chunk, least=1)
-
-    async def __call__(self, bucket: Bucket) -> None:
-        buffer = bucket.buffer
-        if not buffer.is_floating_point():
-            raise UnsupportedError(f"{self!r} cannot keep {buffer.dtype} gradients; use AllReduce()")
-        if buffer.numel() == 0:
-            return
-        numel, chunk, ranks = buffer.numel(), self.chunk or buffer.numel(), bucket.group.size()
-        values = pad(buffer.float(), (0, -numel % chunk)).view(-1, chunk)
-        low, high = torch.aminmax(values, dim=-1, keepdim=True)
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        # Halved, so that the difference of the largest numbers does not overflow; never zero: it is a divisor.
-        scale = ((high / 2 - low / 2) / 127.5).clamp(min=torch.finfo(torch.float32).tiny)
-        scale = torch.where(scale.isfinite(), scale, torch.nan)
-        zero_point = (-(low / scale).round()).clamp(0, 255)
-        integers = (values / scale).round_().add_(zero_point).clamp_(0, 255).to(torch.uint8)
-        parameters = torch.cat([scale, zero_point], dim=-1).flatten().view(torch.uint8)
-        message = torch.cat([parameters, integers.flatten()])
-        message = pad(message, (0, -message.numel() % ALIGNMENT))
-        gathered = torch.empty(ranks, message.numel(), dtype=torch.uint8, device=buffer.device)
-        await all_gather(gathered.view(-1), message, group=bucket.group)
-        parameters, integers, _ = gathered.tensor_split((8 * len(values), 8 * len(values) + values.numel()), dim=1)
-        scales, zero_points = parameters.view(torch.float32).view(ranks, -1, 2).split(1, dim=-1)
-        # Divided before the sum, so that a sum of large values does not overflow.
-        decoded = (integers.view(ranks, *values.shape) - zero_points).mul_(scales).mul_(1 / bucket.divisor)
-        buffer.copy_(decoded.sum(dim=0).view(-1)[:numel])
-
-    def __repr__(self) -> str:
-        return f"GatherQuantized({self.chunk})"

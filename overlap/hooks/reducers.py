@@ -7,14 +7,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from overlap._checks import short_repr
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.collectives import Operation, all_gather, all_reduce
-from overlap.hooks.segments import round_up, segment_multiple
+from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.stage import Plan, Role, Stage, StageContext, planner
 from overlap.hooks.wires import Wire
 
@@ -41,29 +39,6 @@ class AllReduce(Stage):
             return reduction
 
         return (launch if bucket.divisor != 1 else lambda: reduction,)
-
-
-class AllGather(Stage):
-    """The mean of the gradients over ranks: each rank gathers all of them and sums them in the order of ranks.
-
-    Sends ``W/2`` times as much as an all-reduce and takes ``W`` buckets of memory. Every element is summed in the same
-    order, so it shows the effect of the order of summation in another reducer.
-
-    Communication: one all-gather of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
-
-    >>> chain(AllGather()).register(ddp)
-    <chain(AllGather()) registered>
-    >>> loss_fn(ddp(x), y).backward()
-    """
-
-    async def __call__(self, bucket: Bucket) -> None:
-        buffer, ranks = bucket.buffer, bucket.group.size()
-        numel = round_up(buffer.numel(), segment_multiple(buffer.device))
-        own = buffer if buffer.numel() == numel else pad(buffer, (0, numel - buffer.numel()))
-        gathered = torch.empty(ranks, numel, dtype=buffer.dtype, device=buffer.device)
-        await all_gather(gathered.view(-1), own, group=bucket.group)
-        torch.sum(gathered[:, : buffer.numel()], dim=0, out=buffer)
-        buffer.mul_(1 / bucket.divisor)
 
 
 class NoReduction(Stage):

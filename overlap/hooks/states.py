@@ -42,7 +42,7 @@ def alike_in(states: Sequence[Any], rank: int, *, but: Collection[str]) -> dict[
 
 
 _are_copied = True
-_is_told = False
+_needs_no_warning = False
 
 
 @contextlib.contextmanager
@@ -64,14 +64,14 @@ def copied(tensor: Tensor) -> Tensor:
 
 def memory_is_saved() -> None:
     """The loop, or its framework, saves the memory of stages beside its optimizers."""
-    global _is_told
-    _is_told = True
+    global _needs_no_warning
+    _needs_no_warning = True
 
 
 def warn_of_memory(has_memory: Callable[[], bool], memory: str, *, stacklevel: int = 3) -> None:
     """An optimizer's state is saved or loaded by itself: warn, once in a process, of the ``memory`` that is not in it,
     where there is such; ``stacklevel`` is that of ``warnings.warn``."""
-    if _is_told or not _are_copied or not has_memory():
+    if _needs_no_warning or not _are_copied or not has_memory():
         return
     memory_is_saved()
     warnings.warn(

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook, as_stage, check_hook, hook_name
-from overlap.hooks.quantize import GatherQuantized
-from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction, OnGroup
+from overlap.hooks.reducers import AllReduce, Cast, NoReduction, OnGroup
 from overlap.hooks.stage import Stage
 
 
@@ -46,11 +45,6 @@ def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
 allreduce_hook = _group_hook(
     "allreduce_hook", AllReduce, "The mean over ranks by one all-reduce per bucket; see :class:`AllReduce`."
 )
-allgather_then_aggregate_hook = _group_hook(
-    "allgather_then_aggregate_hook",
-    AllGather,
-    "The mean over ranks by one all-gather per bucket; see :class:`AllGather`.",
-)
 fp16_compress_hook = _group_hook(
     "fp16_compress_hook",
     lambda: Cast(torch.float16),
@@ -66,16 +60,6 @@ noop_hook = StageHook(
     "noop_hook",
     doc=f"Leaves each rank its own gradient; see :class:`NoReduction`.\n{_example('noop_hook')}",
     module=__name__,
-)
-quantization_pertensor_hook = _group_hook(
-    "quantization_pertensor_hook",
-    lambda: GatherQuantized(None),
-    "The mean over ranks, gathered in 8 bits with one scale per bucket; see :class:`GatherQuantized`.",
-)
-quantization_perchannel_hook = _group_hook(
-    "quantization_perchannel_hook",
-    lambda: GatherQuantized(512),
-    "The mean over ranks, gathered in 8 bits with a scale for each 512 values; see :class:`GatherQuantized`.",
 )
 
 

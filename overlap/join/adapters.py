@@ -1,4 +1,4 @@
-"""What a Join does with each kind of joinable: reports its calls, and replays those of other ranks."""
+"""How a Join serves each kind of joinable: it reports its calls, and replays those of other ranks."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _before_scheduler(scheduler: Any, before_call: Callable[[], None]) -> Callab
 class DDPAdapter:
     """Watches forwards (rebuilt buckets, buffers) and, apart from them, backwards that synchronize gradients.
 
-    So joined ranks replay what happened: forwards without a backward, one backward of several forwards, accumulation
+    So joined ranks replay every loop: forwards without a backward, one backward of several forwards, accumulation
     under ``no_sync``. DDP has no public way in: the private names here are those that it joins with itself.
     """
 
@@ -195,7 +195,7 @@ class DDPAdapter:
         # those wait for the other ranks.
         self._reduced: list[int] = []
         self._expects_backward = False
-        # Whether the last forward was under no_sync, and whether .grad has what was added up so since the last
+        # Whether the last forward was under no_sync, and whether .grad has gradients added up so since the last
         # synchronized backward.
         self._accumulates = self._has_own = False
         for name, module in ddp.module.named_modules():
@@ -358,7 +358,7 @@ class DDPAdapter:
         if not ddp.find_unused_parameters or ddp.static_graph:
             return None
         used = ddp.reducer._get_local_used_map()
-        # It still holds what the last pass found.
+        # It still holds the result of the last pass.
         used.copy_(torch.tensor([each in own for each in self._reduced], device="cpu"))
         dist.all_reduce(used, group=ddp.process_group)
         return {each for each, count in zip(self._reduced, used.tolist(), strict=True) if count}

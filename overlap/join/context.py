@@ -76,7 +76,7 @@ _TO_LEAVE_EARLY = 'to leave early use on_exhausted="stop", and leave on every ra
 class Join(base.Join):
     """Lets ranks have different numbers of batches: one that has run out goes on taking part, with gradients of zero.
 
-    Ranks that have run out replay what the others do: buckets go through the registered hook with gradients of zero,
+    Ranks that have run out replay the others' calls: buckets go through the registered hook with gradients of zero,
     hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At the end
     every rank has the parameters and buffers of the highest of those that ran longest.
 
@@ -138,7 +138,7 @@ class Join(base.Join):
         self.gradients = ReplayedGradients(self)
         # Whether this rank replays a backward with the gradients that it had accumulated when it ran out.
         self.replays_own_gradients = False
-        # What stages leave until a replayed backward is over, with DDP's own collective of unused parameters.
+        # Work that stages leave until a replayed backward is over, with DDP's own collective of unused parameters.
         self.after_replay: list[Callable[[], None]] = []
         self._joinables = _checked(joinables)
         self._adapters = [adapter_of(joinable, self, kwargs) for joinable in self._joinables]
@@ -436,7 +436,7 @@ class Join(base.Join):
         return _Poll(self._channel, numbers, call, about)
 
     def _send(self, call: Call, about: Adapter | None = None) -> None:
-        """Poll, after what is under way; :attr:`active` takes the result. ``about`` is the model that is about to
+        """Poll, after the poll under way; :attr:`active` takes the result. ``about`` is the model that is about to
         synchronize gradients."""
         if call is not Call.BEGIN:
             self.active  # noqa: B018
@@ -513,7 +513,7 @@ class _Poll:
             (self._work,) = channel.all_reduce(self._numbers, dist.ReduceOp.SUM)
 
     def result(self, look: Callable[[], None]) -> list[float]:
-        """What was reduced; calls ``look`` now and then while this rank waits for them."""
+        """The reduced numbers; calls ``look`` now and then while this rank waits for them."""
         while not self._work.is_completed():
             try:
                 self._work.wait(_PATIENCE)
@@ -610,7 +610,7 @@ def _parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def _cause(error: BaseException, board: Board) -> CollectiveError | None:
-    """What to raise in place of ``error``, where it is of a collective that did not complete."""
+    """The error to raise in place of ``error``, where it is of a collective that did not complete."""
     if isinstance(error, PeerError) or not isinstance(error, RuntimeError):
         return None
     if isinstance(error, OverlapError):
@@ -667,7 +667,7 @@ def gradient_divisor(group: dist.ProcessGroup, *, within: dist.ProcessGroup | No
     return join.divisor_among([whole.index(rank) for rank in part if rank in whole])
 
 
-def refuse_once_joined(group: dist.ProcessGroup, what: str) -> None:
+def refuse_once_joined(group: dist.ProcessGroup, call: str) -> None:
     """Called before collectives that a rank without inputs does not replay.
 
     Raises:
@@ -675,6 +675,6 @@ def refuse_once_joined(group: dist.ProcessGroup, what: str) -> None:
     """
     if (join := active_join(group)) is not None and (missing := join.missing):
         raise TrainingLoopError(
-            f"{what} inside of Join: ranks {missing} have run out of inputs and do not repeat this call, so the "
+            f"{call} inside of Join: ranks {missing} have run out of inputs and do not repeat this call, so the "
             "others would wait for them; call it after the block"
         )

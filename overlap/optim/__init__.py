@@ -38,7 +38,6 @@ __all__ = [
     "FunctionalRMSprop",
     "FunctionalRprop",
     "FunctionalSGD",
-    "HierarchicalModelAverager",
     "LocalSGD",
     "ModelAverager",
     "OverlappedOptimizer",

@@ -31,7 +31,6 @@ from overlap._torch.read_only import AppliedGradient, GradAccessPolicy, around
 
 _grad_of = operator.attrgetter("grad")
 _is_view = operator.methodcaller("_is_view")
-_version_of = operator.attrgetter("_version")
 _plain_of = operator.attrgetter("plain")
 # A loop over hundreds of parameters takes twice as long.
 _run_all: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
@@ -126,7 +125,7 @@ class PassGradients:
             # DDP makes its buckets anew after the first pass: what is kept of the old ones would hold their memory.
             is_kept = not (self._is_first_pass or type(None) in map(type, handed.gradients))
             self._kept = handed if is_kept and all(map(_is_view, handed.gradients)) else None
-        self._is_first_pass = False
+            self._is_first_pass = False
         _run_all(map(_set_grad, handed.parameters, handed.wrappers))
         self._handed = handed
 
@@ -179,7 +178,7 @@ class PassGradients:
             self._handed.parameters.append(parameter)
             self._handed.wrappers.append(wrapper)
         replaced = list(compress(handed.parameters, map(operator.not_, is_there)))
-        self._note_left(replaced)
+        self._note_left(replaced, list(map(_grad_of, replaced)))
         return replaced
 
     def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
@@ -200,19 +199,18 @@ class PassGradients:
         """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none;
         and note those that were applied as they are now, for the next forward to clear."""
         self._left = []
-        taken = [] if self.has_parts or not self._handed.parameters else self._take(keeps_empty=True)
+        taken, gradients = ([], []) if self.has_parts else self._take(keeps_empty=True)
+        self._note_left(taken, gradients)
         if len(taken) < len(self.applied):
-            done = set(map(id, taken))
-            for key, parameter in self.applied.items():
-                if key not in done:
-                    if (gradient := parameter.grad) is not None and gradient._is_view():
-                        parameter.grad = gradient.data  # See wrap_grads.
-                    taken.append(parameter)
-        self._note_left(taken)
+            others = list(map(self.applied.__getitem__, self.applied.keys() - map(id, taken)))
+            for parameter in others:
+                if (gradient := parameter.grad) is not None and gradient._is_view():
+                    parameter.grad = gradient.data  # See wrap_grads.
+            self._note_left(others, list(map(_grad_of, others)))
 
-    def _take(self, *, keeps_empty: bool = False) -> list[Tensor]:
+    def _take(self, *, keeps_empty: bool = False) -> tuple[list[Tensor], list[Tensor | None]]:
         """Put the tensors inside back into ``.grad`` where the gradients that were handed over are still there; with
-        ``keeps_empty`` not where there is none inside. Returns the parameters."""
+        ``keeps_empty`` not where there is none inside. Returns the parameters, and those tensors."""
         handed, self._handed = self._handed, _HandedOver()
         is_there = handed.are_there()
         if keeps_empty and self.released:
@@ -222,14 +220,15 @@ class PassGradients:
                     self._handed.parameters.append(parameter)
                     self._handed.wrappers.append(wrapper)
         taken = list(compress(handed.parameters, is_there))
-        _run_all(map(_set_grad, taken, map(_plain_of, compress(handed.wrappers, is_there))))
-        return taken
+        gradients = list(map(_plain_of, compress(handed.wrappers, is_there)))
+        _run_all(map(_set_grad, taken, gradients))
+        return taken, gradients
 
-    def _note_left(self, parameters: Sequence[Tensor]) -> None:
-        gradients = list(map(_grad_of, parameters))
-        is_left = list(map(operator.not_, map(_NOT_LEFT.__contains__, map(type, gradients))))
-        left: list[Tensor] = list(compress(gradients, is_left))
-        self._left += zip(compress(parameters, is_left), map(weakref.ref, left), map(_version_of, left), strict=True)
+    def _note_left(self, parameters: list[Tensor], gradients: list[Any]) -> None:
+        if not _NOT_LEFT.isdisjoint(map(type, gradients)):
+            is_left = [type(gradient) not in _NOT_LEFT for gradient in gradients]
+            parameters, gradients = list(compress(parameters, is_left)), list(compress(gradients, is_left))
+        self._left += zip(parameters, map(weakref.ref, gradients), versions(gradients), strict=True)
 
     def as_left(self) -> list[Tensor]:
         """Parameters whose gradients are still the tensors that :meth:`unwrap_grads` noted, at the same versions."""
@@ -256,9 +255,7 @@ class PassGradients:
     def clear_applied(self, *, is_replay: bool) -> None:
         """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
         has put them there, and not the loop. What the loop has put there or zeroed stays."""
-        cleared = (self._take() if self._handed.parameters else []) + (
-            list(self.applied.values()) if is_replay else self.as_left()
-        )
+        cleared = self._take()[0] + (list(self.applied.values()) if is_replay else self.as_left())
         _run_all(map(_set_grad, cleared, repeat(None)))
         self._cleared += cleared
         self._left = []
@@ -270,7 +267,7 @@ class PassGradients:
     def note_zero_grad(self, *, set_to_none: bool, restores: bool) -> None:
         """``zero_grad()`` is going to clear or zero all gradients; zeros belong where a forward has cleared some, too,
         if it ``restores`` them."""
-        taken = self._take()
+        taken = self._take()[0]
         for parameter in () if set_to_none else taken + (self._cleared if restores else []):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -164,12 +164,11 @@ def auto(
 
 
 def _check_alike(of_ranks: list[dict[str, Any]]) -> None:
-    for what in of_ranks[0]:
-        values = [of_rank[what] for of_rank in of_ranks]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                shown = f", {value} on rank {rank} and {values[0]} on rank 0" if what == "plans" else ""
-                raise ConfigurationError(f"ranks were given different {what}{shown}: give the same on all")
+    for rank, given in enumerate(of_ranks):
+        for name, first in of_ranks[0].items():
+            if given[name] != first:
+                shown = f", {given[name]} on rank {rank} and {first} on rank 0" if name == "plans" else ""
+                raise ConfigurationError(f"ranks were given different {name}{shown}: give the same on all")
 
 
 def _autocast_dtype(given: torch.dtype | None, model: nn.Module) -> torch.dtype | None:

@@ -13,7 +13,7 @@ ranks talk in the key-value store that the group was made with:
 - A rank that waits *polls* that board about once a second, and raises a :class:`PeerError` with the failed rank and its
   words. Where a collective fails and the board is empty, as after a kill, the backend's error says so.
 
-Boards are named by what is the same on every rank: how often ranks have agreed on the group, and how often a
+Boards are named by numbers that are the same on every rank: how often ranks have agreed on the group, and how often a
 registration has connected. So an old report is never taken for a new one, and nothing is ever taken back. A rank that
 has its answer deletes it, and its own value, which rank 0 has read by then. What a registration or a Join wrote to
 connect stays: some ten bytes.
@@ -132,7 +132,7 @@ class _Ranks:
 
 
 def _thread_for(ranks: _Ranks) -> _Calls:
-    """A thread that makes the calls that are put into what is returned, while there are ``ranks``."""
+    """A thread that makes the calls that are put into the queue that it returns, while there are ``ranks``."""
     calls: _Calls = queue.SimpleQueue()
 
     def run() -> None:
@@ -227,24 +227,24 @@ class Board:
         if self._ranks.watched is self:
             self._ranks.watched = None
 
-    def agree(self, what: str, value: Any = None, decide: _Decide = _decide_nothing, *, purpose: str) -> Any:
+    def agree(self, topic: str, value: Any = None, decide: _Decide = _decide_nothing, *, purpose: str) -> Any:
         """As :meth:`Agreement.agree`; ``purpose`` ends the sentence about ranks that are late."""
-        self.write(f"{what}/{self.rank}", value)
-        if self._call(lambda: self._store.add(f"{what}/count", 1)) == self.size:
-            self.write(f"{what}/all", None)
+        self.write(f"{topic}/{self.rank}", value)
+        if self._call(lambda: self._store.add(f"{topic}/count", 1)) == self.size:
+            self.write(f"{topic}/all", None)
         if self.rank == 0:
-            self._answer(what, decide, purpose)
-        kind, answer = json.loads(self._wait_for(f"{self.rank}/answer", what, purpose))
+            self._answer(topic, decide, purpose)
+        kind, answer = json.loads(self._wait_for(f"{self.rank}/answer", topic, purpose))
         mine = [f"{self.rank}", f"{self.rank}/answer", *(() if self.rank else ("count", "all"))]
         with contextlib.suppress(RuntimeError):  # The host may have ended.
-            self._call(lambda: [self._store.delete_key(f"{what}/{key}") for key in mine])
+            self._call(lambda: [self._store.delete_key(f"{topic}/{key}") for key in mine])
         if kind is not None:
             raise getattr(errors, kind)(answer)
         return answer
 
-    def _answer(self, what: str, decide: _Decide, purpose: str) -> None:
-        self._wait_for("all", what, purpose)
-        keys, kind = [f"{what}/{rank}" for rank in range(self.size)], None
+    def _answer(self, topic: str, decide: _Decide, purpose: str) -> None:
+        self._wait_for("all", topic, purpose)
+        keys, kind = [f"{topic}/{rank}" for rank in range(self.size)], None
         try:
             decided = decide([json.loads(text) for text in self._call(lambda: self._store.multi_get(keys))])
         except OverlapError as error:
@@ -253,19 +253,19 @@ class Board:
         texts = [json.dumps([kind, answer]) for answer in answers]
         self._call(lambda: self._store.multi_set([f"{key}/answer" for key in keys], texts))
 
-    def _wait_for(self, key: str, what: str, purpose: str) -> str:
-        """The text under ``key`` of ``what``, which is there soon after all ranks have come."""
+    def _wait_for(self, key: str, topic: str, purpose: str) -> str:
+        """The text under ``key`` of the agreement ``topic``, which is there soon after all ranks have come."""
         error: CollectiveError | None = None
         start_s = time.monotonic()
         patience_s = self.timeout.total_seconds() + (_REPORTING_S if self.rank else 0.0)
-        while (found := self._read(f"{what}/{key}")) is None:
+        while (found := self._read(f"{topic}/{key}")) is None:
             if error is not None:
                 raise error
             waited_s = time.monotonic() - start_s
-            # A rank that has come, and failed later, has left what is waited for: look once more.
+            # A rank that has come, and failed later, has left the text that is waited for: look once more.
             if (error := self.peer_error()) is None and waited_s > patience_s:
                 asked = range(1 if self.rank else self.size)
-                late = [rank for rank in asked if self._read(f"{what}/{rank}") is None]
+                late = [rank for rank in asked if self._read(f"{topic}/{rank}") is None]
                 error = CollectiveError(
                     f"rank {self.rank} could not connect with the other ranks in {self.timeout.total_seconds():.0f} s: "
                     f"ranks {late or [0]} did not come{purpose}"
@@ -328,7 +328,7 @@ class Agreement:
 
     Args:
         group: whose ranks; all of them do this, in the same order with other agreements. Issues no collective.
-        purpose: what all are about to do, for messages.
+        purpose: the call that all are about to make, for messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
@@ -364,7 +364,7 @@ class Agreement:
 
         Args:
             value: this rank's.
-            decide: called on rank 0 with the values in the order of ranks; what it returns, which JSON can hold, is
+            decide: called on rank 0 with the values in the order of ranks; its result, which JSON can hold, is
                 returned on every rank (of a :class:`PerRank` each rank's own part), and an error of this library that
                 it raises is raised on every rank.
 
@@ -398,11 +398,11 @@ def agree(group: dist.ProcessGroup, purpose: str) -> None:
         agreement.agree()
 
 
-def as_collective_error(error: Exception, what: str, board: Board | None = None) -> CollectiveError:
-    """What to raise where a collective failed with ``error``: the rank that reported its own, if there is one."""
+def as_collective_error(error: Exception, event: str, board: Board | None = None) -> CollectiveError:
+    """The error to raise where a collective failed with ``error``: the rank that reported its own, if there is one."""
     if board is not None and (cause := board.peer_error()) is not None:
         return cause
-    return CollectiveError(f"a collective {what}, and {_NO_REPORT}: {error}")
+    return CollectiveError(f"a collective {event}, and {_NO_REPORT}: {error}")
 
 
 def add_peer_note(error: BaseException, board: Board | None) -> None:

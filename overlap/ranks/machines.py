@@ -88,7 +88,7 @@ def _place_of(group: dist.ProcessGroup) -> Any:
 
 
 def forget(group: dist.ProcessGroup, *, has_failed: bool = False) -> None:
-    """Destroy what :func:`levels_of` made for ``group``; with ``has_failed`` other ranks that wait on it raise."""
+    """Destroy the groups of :func:`levels_of` for ``group``; with ``has_failed`` other ranks that wait on it raise."""
     levels = _levels.pop(group, None)
     for each in () if levels is None else (levels.inside, levels.between):
         if has_failed:

@@ -50,7 +50,7 @@ def snapshot(value: Any, where: str = "state_dict()") -> Any:
 
 
 def mapped(value: Any, function: Callable[[Any], Any], where: str = "state_dict()") -> Any:
-    """A nested state with what ``function`` returns in the place of its tensors and plain values.
+    """A nested state with the results of ``function`` in the place of its tensors and plain values.
 
     Raises:
         ConfigurationError: something in it is neither a tensor nor a plain value; ``where`` names it.
@@ -102,7 +102,7 @@ def laid_out(skeleton: Any) -> tuple[Any, list[Leaf]]:
 
 
 def filled(laid: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
-    """What was laid out, with its tensors."""
+    """A value that was laid out, with its tensors."""
     return mapped(laid, lambda one: one.value(tensor_of(one)) if isinstance(one, Leaf) else one)
 
 
@@ -120,7 +120,7 @@ def send(value: Any, to: int, group: dist.ProcessGroup) -> None:
 
 
 def receive(rank: int, group: dist.ProcessGroup) -> Any:
-    """What ``rank`` sends."""
+    """The value that ``rank`` sends."""
 
     def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")

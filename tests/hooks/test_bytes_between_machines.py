@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness import on_ranks, run_ranks
 from overlap import (
-    AllGather,
     AllReduce,
     Cast,
     Int4,
@@ -50,7 +49,6 @@ def _zero(partition: str) -> Callable[[Any], Any]:
 
 CHAINS: dict[str, Callable[[Any], Any]] = {
     "AllReduce()": lambda ddp: AllReduce(),
-    "AllGather()": lambda ddp: AllGather(),
     "Cast(torch.bfloat16)": lambda ddp: Cast(torch.bfloat16),
     "Quantize(Int8())": lambda ddp: Quantize(Int8()),
     "Quantize(Int4(), error_feedback=True)": lambda ddp: Quantize(Int4(), error_feedback=True),

@@ -12,7 +12,6 @@ import overlap
 from harness import assert_parity, on_ranks, wrap
 from harness.models import DTYPES, MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import (
-    AllGather,
     AllReduce,
     Bucket,
     Cast,
@@ -47,9 +46,9 @@ def _sees_means(bucket: Bucket) -> None:
 def test_exact_reducers_by_parameter_equal_plain_ddp_bit_for_bit(rank: int, world_size: int) -> None:
     # Two kinds in nearly every bucket, in runs and in several pieces.
     for case, rules in (
-        (MLP, {"*.bias": AllReduce(), "*": AllGather()}),
+        (MLP, {"*.bias": AllReduce(), "*": Cast(torch.float32)}),
         (DTYPES, {_is_vector: AllReduce(), "*": AllReduce()}),
-        (UNUSED_ON_SOME_RANKS, {_is_wide: AllGather(), _is_vector: AllReduce(), "*": AllReduce()}),
+        (UNUSED_ON_SOME_RANKS, {_is_wide: Cast(torch.float32), _is_vector: AllReduce(), "*": AllReduce()}),
     ):
         options = {"gradient_as_bucket_view": case is MLP}
         found = run(rank, chain(route(rules), _sees_means).register, case, **options)
@@ -147,8 +146,8 @@ def test_what_does_not_fit_the_model_is_refused_at_registration(rank: int, world
     with pytest.raises(ConfigurationError, match=r"rule '\*.wieght' of route.*no parameter.*0.weight, 0.bias"):
         attached({"*.wieght": AllReduce(), "*": AllReduce()})
     with pytest.raises(ConfigurationError, match=r"rule _is_wide .*first to match no parameter.*further to the front"):
-        attached({"*.weight": AllReduce(), _is_wide: AllGather(), "*": AllReduce()})
-    attached({"*.weight": AllReduce(), "*.bias": AllGather(), "*": AllReduce()})  # Nothing may be left for "*".
+        attached({"*.weight": AllReduce(), _is_wide: Cast(torch.float32), "*": AllReduce()})
+    attached({"*.weight": AllReduce(), "*.bias": Cast(torch.float32), "*": AllReduce()})  # Nothing may be left for "*".
     ddp, stage = wrap(MLP.model()), route({"*": AllReduce()})
     register(ddp, stage)
     with pytest.raises(RegistrationError, match="registered with a model already"):
@@ -158,7 +157,7 @@ def test_what_does_not_fit_the_model_is_refused_at_registration(rank: int, world
     with pytest.raises(ConfigurationError, match=r"needs the parameters' names.*overlap.register"):
         mean_squared_error(by_hook, MLP.batch(0, rank)).backward()
     with pytest.raises(overlap.CollectiveError, match=r"(?s)rank 1 registers route.*but rank 0 registers route"):
-        attached({"*.bias" if rank == 0 else "*.weight": AllReduce(), "*": AllGather()})
+        attached({"*.bias" if rank == 0 else "*.weight": AllReduce(), "*": Cast(torch.float32)})
 
 
 async def _transform(bucket: Bucket) -> None:

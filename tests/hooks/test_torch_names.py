@@ -46,7 +46,7 @@ def test_a_hook_equals_pytorchs_however_it_is_registered(rank: int, world_size: 
 
 
 def test_a_hook_pickles_by_name_and_a_stage_as_a_hook_refuses() -> None:
-    for name in ("allreduce_hook", "allgather_then_aggregate_hook", "bf16_compress_hook", "noop_hook"):
+    for name in ("allreduce_hook", "bf16_compress_hook", "noop_hook"):
         hook = getattr(overlap, name)
         assert pickle.loads(pickle.dumps(hook)) is hook
     with pytest.raises(TypeError, match="belongs to one model"):

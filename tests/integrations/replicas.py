@@ -28,7 +28,6 @@ TIMEOUT_S = 60.0
 """For all steps of a replica: many times what torchft waits for one that is lost."""
 FORMS: dict[str, Callable[[], Stage]] = {
     "AllReduce": overlap.AllReduce,
-    "AllGather": overlap.AllGather,
     "Cast": lambda: overlap.Cast(torch.bfloat16),
     "Quantize": lambda: overlap.Quantize(overlap.Int8(), error_feedback=True),
     "PowerSGD": lambda: overlap.PowerSGD(rank=1, wire=overlap.Int8()),

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import assert_parity, on_ranks, wrap
 from harness.models import BATCH_NORM, MLP, Case
-from overlap import AllGather, AllReduce, Cast, OverlappedOptimizer, Step, chain
+from overlap import AllReduce, Cast, OverlappedOptimizer, Step, chain
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
@@ -57,7 +57,7 @@ def _check(ours: dict[str, Any], reference: dict[str, Any], rank: int, what: str
 CHAINS: list[tuple[Callable[[], Any], Any, bool, bool, str]] = [
     (AllReduce, ADAMW, False, True, "forwards"),
     (AllReduce, MOMENTUM, True, False, "batches"),
-    (AllGather, MOMENTUM, False, False, "forwards"),
+    (AllReduce, MOMENTUM, False, False, "forwards"),
     (lambda: Cast(torch.bfloat16), ADAMW, True, True, "batches"),
 ]
 

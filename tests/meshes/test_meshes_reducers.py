@@ -42,7 +42,6 @@ REDUCERS = {
     "TopK, feedback": lambda: overlap.Quantize(overlap.TopK(0.25), error_feedback=True),
     "PowerSGD": lambda: overlap.PowerSGD(rank=1, min_compression_rate=1),
     "route": lambda: overlap.route({"*.bias": overlap.AllReduce(), "*": overlap.Quantize(overlap.Int8())}),
-    "AllGather": overlap.AllGather,
     "a function": lambda: _own,
     "a hook's name": lambda: overlap.hooks.bf16_compress_hook,
 }

@@ -236,7 +236,7 @@ MUTANTS: dict[str, Mutant] = {
         "optim/stepper.py",
         'split.append((place, {"params": own}))',
         'split.append((place, {**group, "params": own}))',
-        "loops/test_loops.py -k LambdaLR",
+        "optim/test_stepper.py -k rate_of_now",
     ),
     "lists for kernels stay as they are when the state was replaced": Mutant(
         "optim/kernels.py",
@@ -309,7 +309,7 @@ MUTANTS: dict[str, Mutant] = {
         "optim/zero/checkpoint.py",
         "start : last - start] = whole[first - begin : last - begin]",
         "start : last - start] = whole[: last - first]",
-        "optim/zero/test_zero_saving.py -k resumes_exactly",
+        "optim/zero/test_zero_from_optimizer.py -k goes_on_bit_for_bit",
     ),
     # Local SGD.
     "averages are a step late": Mutant(
@@ -324,11 +324,11 @@ MUTANTS: dict[str, Mutant] = {
         "fragment = 0",
         _AVERAGES,
     ),
-    "the shortest period of a hierarchy counts": Mutant(
+    "the warm-up of an averager is left out": Mutant(
         "optim/local_sgd/torch_names.py",
-        "groups[due[-1]]",
-        "groups[due[0]]",
-        "optim/local_sgd/test_local_sgd_torch_names.py -k four",
+        "if step >= self.warmup_steps and (step",
+        "if (step",
+        "optim/local_sgd/test_local_sgd_torch_names.py -k two_ranks",
     ),
     "the outer optimizer makes no step": Mutant(
         "optim/local_sgd/averager.py", "step_whole(self.outer)", "copy_all(anchors, means)", _AVERAGES

@@ -22,6 +22,18 @@ def test_parameters_that_change_groups_take_the_new_groups_hyperparameters() -> 
     assert (first.item(), second.item()) == (-0.5, -1.0)
 
 
+def test_a_part_is_stepped_with_the_rate_of_now() -> None:
+    """The split of a part into groups is kept from step to step, and their options are not."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = SignSGD([parameter], lr=1.0)
+    stepper = SubsetStepper(optimizer)
+    for optimizer.param_groups[0]["lr"] in (1.0, 0.5):
+        stepper.begin()
+        stepper.step([parameter], [torch.ones(1)])
+        stepper.finish()
+    assert parameter.item() == -1.5
+
+
 def test_a_group_of_which_nothing_is_stepped_counts_with_the_others() -> None:
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = Counting([{"params": [first]}, {"params": [second]}])

@@ -37,7 +37,6 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     as_stage,
-    batched_powerSGD_hook,
     chain,
     powerSGD_hook,
 )
@@ -161,7 +160,6 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "PowerSGD, alternating": lambda: PowerSGD(rank=2, min_compression_rate=1, alternate=True),
     "PowerSGD, late and cold": lambda: PowerSGD(rank=2, start_step=2, warm_start=False, min_compression_rate=1),
     "powerSGD_hook": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
-    "batched_powerSGD_hook": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
     "PostLocal": lambda: PostLocal(PostLocalSGDState(None, None, 4), _feedback()),
 }
 
@@ -408,7 +406,7 @@ def _warns(rank: int, folder: Path) -> None:
     """Once, where the memory of stages is not saved with the state of an optimizer."""
 
     def told(*calls: Callable[[], Any]) -> int:
-        states._is_told = False
+        states._needs_no_warning = False
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             for call in calls * 2:

@@ -5,6 +5,6 @@
 """
 
 from overlap.hooks.powersgd.stage import PowerSGD
-from overlap.hooks.powersgd.torch_names import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from overlap.hooks.powersgd.torch_names import PowerSGDState, powerSGD_hook
 
-__all__ = ["PowerSGD", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+__all__ = ["PowerSGD", "PowerSGDState", "powerSGD_hook"]

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import check_flag, check_group, check_number, check_whole_number, type_name
 from overlap._torch import classes
-from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook
-from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.powersgd.stage import PowerSGD
 from overlap.hooks.reducers import OnGroup
@@ -129,76 +124,21 @@ class _HookPowerSGD(PowerSGD):
         return super().after_backward(failed=failed)
 
 
-class _WholeBuckets(_HookPowerSGD):
-    """Each bucket is one square matrix. Residuals are kept by parameter, since buckets change."""
-
-    def __init__(self, state: PowerSGDState) -> None:
-        super().__init__(state)
-        self.min_compression_rate = 0.0
-
-    async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
-        memory, numel = self._memory, bucket.buffer.numel()
-        key = f"{keys[0]} ... {keys[-1]}"  # No parameter's name has two dots in a row.
-        side = math.isqrt(numel - 1) + 1
-        square = bucket.buffer.new_zeros(side * side)
-        square[:numel].copy_(bucket.buffer)
-        whole = replace(bucket, buffer=square, raw=None, views=((torch.Size((side, side)), (side, 1), 0),))
-        if not self.error_feedback:
-            sent_numel = await super()._reduce(whole, (key,), step)
-        else:
-            dtype = torch.promote_types(square.dtype, torch.float32)
-            errors = torch.zeros_like(square, dtype=dtype)
-            pairs = list(zip(keys, bucket.with_buffer(errors[:numel]).gradients, strict=True))
-            found = [(part, memory.residual(name, part, dtype)) for name, part in pairs]
-            there = [(part, residual) for part, residual in found if residual is not None]
-            copy_all([part for part, _ in there], [residual for _, residual in there])
-            memory.put([key], [errors.view(side, side)])
-            try:
-                sent_numel = await super()._reduce(whole, (key,), step)
-                new = memory.get(key)
-            finally:
-                memory.drop([key])
-            assert new is not None, "it was put above"
-            memory.put(keys, bucket.with_buffer(new.view(-1)[:numel]).gradients)
-        bucket.buffer.copy_(square[:numel])
-        return sent_numel
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace("PowerSGD", "PowerSGD, whole buckets", 1)
+def _group_of(state: Any) -> dist.ProcessGroup | None:
+    if isinstance(state, PowerSGDState):
+        return state.process_group
+    raise ConfigurationError(f"the state of powerSGD_hook is an overlap.PowerSGDState, got {type_name(state)}")
 
 
-def _hook(name: str, doc: str, make: type[_HookPowerSGD]) -> StageHook:
-    def group_of(state: Any) -> dist.ProcessGroup | None:
-        if isinstance(state, PowerSGDState):
-            return state.process_group
-        raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {type_name(state)}")
-
-    return StageHook(
-        lambda state: OnGroup.of(group_of(state), make(state)), name, group_of=group_of, doc=doc, module=__name__
-    )
-
-
-powerSGD_hook = _hook(  # noqa: N816 (PyTorch's name)
+powerSGD_hook = StageHook(  # noqa: N816 (PyTorch's name)
+    lambda state: OnGroup.of(_group_of(state), _HookPowerSGD(state)),
     "powerSGD_hook",
-    """Reduces each gradient as two factors of low rank: :class:`PowerSGD`, with a :class:`PowerSGDState`.
+    group_of=_group_of,
+    doc="""Reduces each gradient as two factors of low rank: :class:`PowerSGD`, with a :class:`PowerSGDState`.
 
     >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=1000)
     >>> registration = overlap.register(ddp, powerSGD_hook, state)
     >>> loss_fn(ddp(x), y).backward()
     """,
-    _HookPowerSGD,
-)
-batched_powerSGD_hook = _hook(  # noqa: N816
-    "batched_powerSGD_hook",
-    """Reduces each bucket as the two factors of one square matrix, filled up with zeros.
-
-    Two small collectives per bucket for any contents, biases included, at a loss of accuracy: the rows of such a matrix
-    have nothing to do with the model. The state is that of ``powerSGD_hook``; ``min_compression_rate`` changes nothing,
-    as in PyTorch. Where DDP cuts its buckets anew, factors start anew; residuals are kept.
-
-    >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=1000)
-    >>> registration = overlap.register(ddp, batched_powerSGD_hook, state)
-    >>> loss_fn(ddp(x), y).backward()
-    """,
-    _WholeBuckets,
+    module=__name__,
 )

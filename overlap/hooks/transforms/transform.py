@@ -38,7 +38,7 @@ class Transform(Stage):
 
     def __init__(self) -> None:
         self.place: Role | None = None
-        """While it is registered, by what it sees: ``TRANSFORM``, this rank's own gradients, before the reducer;
+        """While it is registered, by its inputs: ``TRANSFORM``, this rank's own gradients, before the reducer;
         ``REDUCER``, their mean, after it; ``UPDATE``, new parameters, after an update."""
         self.context: StageContext | None = None
         """The context of its registration."""

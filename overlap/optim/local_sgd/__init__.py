@@ -2,7 +2,6 @@
 
 from overlap.optim.local_sgd.optimizer import LocalSGD
 from overlap.optim.local_sgd.torch_names import (
-    HierarchicalModelAverager,
     ModelAverager,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
@@ -10,7 +9,6 @@ from overlap.optim.local_sgd.torch_names import (
 )
 
 __all__ = [
-    "HierarchicalModelAverager",
     "LocalSGD",
     "ModelAverager",
     "PeriodicModelAverager",

@@ -253,7 +253,7 @@ class Averager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank.
+        """Load a state that :meth:`state_dict` returned on this rank.
 
         Raises:
             ConfigurationError: it is of other settings, of another model or of another rank.

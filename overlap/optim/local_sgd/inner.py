@@ -61,7 +61,7 @@ class SeveralOptimizers(Optimizer):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
         saved = state_dict.get("optimizers", ())
         if len(saved) != len(self.optimizers):
             raise ConfigurationError(
@@ -79,7 +79,7 @@ class AveragingOptimizer(OptimizerProxy):
     """A proxy whose ``step`` steps an optimizer, and then averages parameters if it is time."""
 
     is_stepping = False
-    """Whether it steps what it wraps, whose ``step`` nobody else may call where that is guarded."""
+    """Whether it steps the optimizer that it wraps, whose ``step`` nobody else may call where that is guarded."""
 
     def __init__(self, optim: Optimizer | Sequence[Optimizer]) -> None:
         if isinstance(optim, (list, tuple)):

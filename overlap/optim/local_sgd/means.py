@@ -192,7 +192,7 @@ class WiredMean:
     Args:
         wire: how changes travel.
         anchors: the values that all ranks had in common, by name.
-        error_feedback: add what one mean left out to the next. Takes an fp32 copy of the tensors.
+        error_feedback: add the errors of one mean to the next. Takes an fp32 copy of the tensors.
         owner: named in messages about saved errors.
     """
 

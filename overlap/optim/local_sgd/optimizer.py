@@ -136,7 +136,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         )
         state.averager = self.averager
         self.registration = chain(PostLocal(state, reducer), self._stage).register(ddp)
-        """What is registered with the model; :meth:`remove` takes it out."""
+        """The registration with the model; :meth:`remove` takes it out."""
 
     @property
     def outer(self) -> Optimizer | None:
@@ -227,7 +227,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         return {**self.optim.state_dict(), _KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank; or a plain optimizer's, with a warning."""
+        """Load a state that :meth:`state_dict` returned on this rank; or a plain optimizer's, with a warning."""
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
         if (own := state_dict.get(_KEY)) is None:
             warnings.warn(
@@ -328,7 +328,7 @@ class _LocalSGDStage(Stage):
         self._context = context
         if (wire := self._local.averager.wire) is not None:
             wire.memory.attach(context)
-        self.lifecycle.attach(replace(context, is_joining=lambda: False))  # This rank averages what others send.
+        self.lifecycle.attach(replace(context, is_joining=lambda: False))  # This rank averages with the others.
         guard, optim = StepGuard(self, through=self._local, instead="never average"), self._local.optim
         several = optim.optimizers if isinstance(optim, SeveralOptimizers) else [optim]
         self._guards = [one.register_step_pre_hook(guard) for one in several]
@@ -358,7 +358,7 @@ class _LocalSGDStage(Stage):
         self.lifecycle.on_forward()
         local.averager.begin_step()
         # A rank that trains alone needs nothing from DDP, and saves the copies into and out of its buckets; but under
-        # Join, DDP is what tells joined ranks of a step.
+        # Join, only DDP tells joined ranks of a step.
         self._synchronize_gradients(local._always_syncs or local.is_joining or not local.averager.is_local)
 
     def _synchronize_gradients(self, is_on: bool) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import as_list, check_group, check_whole_number, refuse_capture, short_repr, type_name
+from overlap._checks import as_list, check_group, check_whole_number, refuse_capture, type_name
 from overlap._torch import classes
-from overlap._torch.c10d import group_timeout
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.local_sgd.means import average
-from overlap.ranks.machines import own_subgroup
 
 Params = Iterable[Tensor] | Iterable[dict[str, Tensor]]
 
@@ -105,71 +101,6 @@ class PeriodicModelAverager(ModelAverager):
         step, self.step = self.step, self.step + 1
         if step >= self.warmup_steps and (step - self.warmup_steps) % self.period == 0:
             average_parameters(params, self.process_group)
-
-
-@classes.HierarchicalModelAverager.register
-class HierarchicalModelAverager(ModelAverager):
-    """Averages often within small groups and less often within large ones (Lin et al. 2018, arXiv 1808.07217).
-
-    Of the periods that divide the number of calls so far, the longest decides which group averages. Each group has
-    consecutive ranks.
-
-    Args:
-        period_group_size_dict: the group size for each period, both ascending; the last size is that of
-            ``process_group``.
-        warmup_steps: calls before the first average.
-        process_group: all ranks that average, and of the job; the default group where ``None``.
-
-    Communication: at construction, the collectives of making groups; then that of :func:`average_parameters`.
-
-    >>> averager = HierarchicalModelAverager(period_group_size_dict={4: 1}, warmup_steps=100)
-    >>> averager.average_parameters(model.parameters())
-    """
-
-    def __init__(
-        self,
-        period_group_size_dict: Mapping[int, int] | None = None,
-        warmup_steps: int = 0,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
-        super().__init__(process_group)
-        sizes = {} if period_group_size_dict is None else period_group_size_dict
-        if not isinstance(sizes, Mapping) or not sizes:
-            raise ConfigurationError(
-                f"period_group_size_dict is a mapping of periods to group sizes, as in {{4: 2, 16: 8}}, got "
-                f"{short_repr(sizes)}"
-            )
-        for number in [*sizes, *sizes.values()]:
-            check_whole_number("each period and size of period_group_size_dict", number, least=1)
-        group, size_of_all = self.process_group, self.process_group.size()
-        pairs = itertools.pairwise(sizes.items())
-        if [*sizes.values()][-1] != size_of_all or any(
-            period >= longer or size >= larger or larger % size for (period, size), (longer, larger) in pairs
-        ):
-            raise ConfigurationError(
-                f"period_group_size_dict is {dict(sizes)}: periods must ascend, each size divide a larger next one, "
-                f"and the last size be that of the process group, {size_of_all}"
-            )
-        self.period_process_group_dict: dict[int, dist.ProcessGroup] = dict.fromkeys(sizes, group)
-        """This rank's group for each period, in ascending order."""
-        timeout = group_timeout(group, torch.device("cpu"))
-        for period, size in sizes.items():
-            if size < size_of_all:
-                first = group.rank() // size * size
-                ranks = range(first, first + size)
-                self.period_process_group_dict[period] = own_subgroup(ranks, group, timeout=timeout)
-        if max(sizes) == 1:
-            warnings.warn(_USELESS, UserWarning, stacklevel=2)
-
-    def average_parameters(self, params: Params) -> None:
-        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
-        refuse_capture("HierarchicalModelAverager.average_parameters()", "call it outside of the capture")
-        step, self.step = self.step, self.step + 1
-        groups = self.period_process_group_dict
-        due = [period for period in groups if step % period == 0]
-        if step >= self.warmup_steps and due:
-            average_parameters(params, groups[due[-1]])
 
 
 class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):

@@ -1,8 +1,8 @@
 """Gradients on their way to their owners, and new parameters on their way to all ranks.
 
 Per bucket of N elements a rank sends N (W-1)/W in the reduction and as much in the gather, together as much as one
-all-reduce sends; of whole parameters that holds for the sum of all buckets. What a rank does for it, but for what it
-sends and receives, does not depend on W. Both are plans: functions with a collective between them.
+all-reduce sends; of whole parameters that holds for the sum of all buckets. The work of a rank, but for
+sending and receiving, does not depend on W. Both are plans: functions with a collective between them.
 
 [Note: chunks]
 

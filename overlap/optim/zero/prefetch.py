@@ -12,7 +12,7 @@ for its own parameters, and a scripted one, whose parts are called where Python 
 Nothing else waits, such as a list of parameters that was made before: call ``zero.wait()``.
 
 Where a gather has failed, each of them raises its error, until the parameters are loaded: the model's
-``load_state_dict()`` only waits for what it overwrites, and the optimizer's raises nothing.
+``load_state_dict()`` only waits for those that it overwrites, and the optimizer's raises nothing.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from bucket_functions import Ones
 from harness.streams import one_process
 from overlap import (
-    AllGather,
     AllReduce,
     Bucket,
     Cast,
@@ -81,10 +80,9 @@ def _sharded(**options: Any) -> Callable[[Any], Any]:
 
 CHAINS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "AllReduce": lambda: _reduced(AllReduce()),
-    "AllGather": lambda: _reduced(AllGather()),
     "Cast": lambda: _reduced(Cast(torch.bfloat16)),
     "Cast of the same dtype": lambda: _reduced(Cast(torch.float32)),
-    "Cast of another reducer": lambda: _reduced(Cast(torch.float16, AllGather())),
+    "Cast of another reducer": lambda: _reduced(Cast(torch.float16, Cast(torch.bfloat16))),
     "Quantize": lambda: _reduced(Quantize(Int8())),
     "PowerSGD": lambda: _reduced(PowerSGD(rank=1, min_compression_rate=1.0)),
     "route": lambda: _reduced(route({"*.bias": AllReduce(), "*": Cast(torch.bfloat16)})),
@@ -158,7 +156,7 @@ def test_plans_launch_what_coroutines_do_in_the_same_order_with_the_same_bits(na
     assert log == expected and log and none == 0
     # Messages between the ranks of one process have no values.
     assert name == "ZeroStep" or all(map(torch.equal, parameters, as_coroutines))
-    is_without = ("AllGather", "Quantize", "PowerSGD", "route", "Cast of another reducer", "Step, released")
+    is_without = ("Quantize", "PowerSGD", "route", "Cast of another reducer", "Step, released")
     assert bool(planned) == (name not in is_without)
 
 

@@ -13,11 +13,9 @@ from overlap import (
     Int4,
     Int8,
     PowerSGD,
-    PowerSGDState,
     Stage,
     TopK,
     Wire,
-    batched_powerSGD_hook,
 )
 
 from .checks import EPS, check_step, gradients, memory, world_of
@@ -40,7 +38,7 @@ shape = st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple)
     alternate=st.booleans(),
     start_step=st.integers(0, 2),
     wire=st.sampled_from([None, None, *WIRES]),
-    kind=st.sampled_from(["plain", "cast", "square"]),
+    kind=st.sampled_from(["plain", "cast"]),
     names=st.booleans(),
     left_group=st.integers(0, 2),
 )
@@ -63,8 +61,6 @@ def test_nothing_is_lost_with_any_options(
     alternate = alternate and warm_start
 
     def make() -> Stage:
-        if kind == "square":
-            return batched_powerSGD_hook.stage(PowerSGDState(None, rank, start_step, warm_start=warm_start))
         stage = PowerSGD(
             rank=rank,
             start_step=start_step,

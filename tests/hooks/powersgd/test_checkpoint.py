@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap import ConfigurationError, Int8, PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from overlap import ConfigurationError, Int8, PowerSGD, PowerSGDState, powerSGD_hook
 
 from .checks import check_step, gradients, residuals
 from .lockstep import World
@@ -50,16 +50,15 @@ def test_resume_is_exact_without_names() -> None:
     assert resumed[0].compression_stats() == world.stages[0].compression_stats()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
-def test_a_pickled_powersgdstate_continues_the_same_run(hook: Any) -> None:
-    assert pickle.loads(pickle.dumps(hook)) is hook
+def test_a_pickled_powersgdstate_continues_the_same_run() -> None:
+    assert pickle.loads(pickle.dumps(powerSGD_hook)) is powerSGD_hook
     states = [PowerSGDState(None, 2, 0, 0.0) for _ in range(2)]
-    world = World([hook.stage(state) for state in states], SHAPES)
+    world = World([powerSGD_hook.stage(state) for state in states], SHAPES)
     run(world, 0, 3)
     copies = pickle.loads(pickle.dumps(states))
     assert copies[0].process_group is None and copies[0].iter == 3
     expected = run(world, 3, 6)
-    found = run(World([hook.stage(state) for state in copies], SHAPES), 3, 6)
+    found = run(World([powerSGD_hook.stage(state) for state in copies], SHAPES), 3, 6)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

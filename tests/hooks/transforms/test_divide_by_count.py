@@ -16,7 +16,6 @@ from harness import on_ranks, run_ranks, wrap
 from harness.models import MLP
 from harness.streams import one_process
 from overlap import (
-    AllGather,
     AllReduce,
     Cast,
     ClipGradNorm,
@@ -147,7 +146,7 @@ EXACT: dict[str, Callable[[DivideByCount, Any], Any]] = {
     "a plain optimizer": _reduced,
     "in backward": _stepped(AllReduce),
     "released": _stepped(AllReduce, release_gradients=True),
-    "deferred, gathered": _stepped(AllGather, deferred=True),
+    "deferred": _stepped(AllReduce, deferred=True),
     "PyTorch's own hook": _stepped(_torch_hook),
     "routed": _stepped(lambda: route({"*.bias": AllReduce(), "*": Cast(torch.float64)})),
     "clipped": _stepped(AllReduce, _clip),
@@ -322,7 +321,6 @@ def test_under_join_a_rank_that_has_run_out_counts_nothing(rank: int, world_size
         _stepped(AllReduce),
         _stepped(AllReduce, deferred=True),
         _sharded(),
-        _stepped(AllGather),
     ):
         for divides in (True, False):
             ddp, by_count, reference = _ddp(), DivideByCount(), OneProcess()

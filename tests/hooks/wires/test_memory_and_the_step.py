@@ -27,7 +27,6 @@ from overlap import (
     Step,
     TopK,
     TrainingLoopError,
-    batched_powerSGD_hook,
     chain,
     powerSGD_hook,
     route,
@@ -52,7 +51,6 @@ MEMORIES: dict[str, Callable[[], Stage]] = {
     "factors, from step 3": lambda: factors(rank=1, start_step=3, alternate=True),
     "factors, cold": lambda: factors(rank=1, warm_start=False),
     "factors under PyTorch's name": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 1, 2, 0)),
-    "whole buckets": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 1, 0)),
     "route": lambda: route(
         {"*.bias": AllReduce(), "0.*": factors(rank=1), "*": Quantize(STOCHASTIC, error_feedback=True)}
     ),
@@ -270,7 +268,7 @@ def test_and_on_three_ranks() -> None:
 @on_ranks(2)
 def test_of_several_optimizers_each_has_its_parameters_memory(rank: int, world_size: int) -> None:
     """Of two optimizers of a chain one is discarded: its parameters' memory is taken back, the other's stays."""
-    for memory in ("8 bits", "factors", "whole buckets"):
+    for memory in ("8 bits", "factors"):
         results = []
         for is_discarded in (False, True):
             run, stage = Run(rank, bucket_cap_mb=25), MEMORIES[memory]()

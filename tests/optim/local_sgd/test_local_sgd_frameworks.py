@@ -8,7 +8,6 @@ from torch.distributed.algorithms import join as torch_join
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_post_local
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power
 from torch.distributed.algorithms.model_averaging import averagers as torch_averagers
-from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as torch_hierarchical
 
 import overlap
 from overlap import ConfigurationError
@@ -22,11 +21,6 @@ PAIRS: dict[str, tuple[type, type, set[str]]] = {
     "Join": (torch_join.Join, overlap.Join, {"notify_join_context"}),
     "ModelAverager": (torch_averagers.ModelAverager, local_sgd.ModelAverager, set()),
     "PeriodicModelAverager": (torch_averagers.PeriodicModelAverager, local_sgd.PeriodicModelAverager, set()),
-    "HierarchicalModelAverager": (
-        torch_hierarchical.HierarchicalModelAverager,
-        local_sgd.HierarchicalModelAverager,
-        set(),
-    ),
     "PostLocalSGDOptimizer": (torch_classes.PostLocalSGDOptimizer, local_sgd.PostLocalSGDOptimizer, set()),
     "PostLocalSGDState": (
         torch_post_local.PostLocalSGDState,

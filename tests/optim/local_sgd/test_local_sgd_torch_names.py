@@ -13,15 +13,15 @@ from local_loops import Values, mean_of, play, run, sgd, values_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as their_hook
 from torch.distributed.algorithms.model_averaging import averagers as theirs
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, plain_step, wrap
+from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import ConfigurationError, Step, chain
 from overlap._torch import classes
-from overlap.hooks import PostLocal, PostLocalSGDState, post_localSGD_hook
+from overlap.hooks import PostLocal, PostLocalSGDState, noop_hook, post_localSGD_hook
 from overlap.optim.local_sgd import (
-    HierarchicalModelAverager,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
     average_parameters,
@@ -213,54 +213,8 @@ def test_a_pickled_hook_is_the_hook_itself() -> None:
     assert pickle.loads(pickle.dumps(post_localSGD_hook)) is post_localSGD_hook
 
 
-# Four ranks.
-
-
-def _hierarchy(rank: int, world_size: int) -> None:
-    """The longest period that is due decides which group averages."""
-    model = nn.Linear(4, 4)
-    with torch.no_grad():
-        model.weight.fill_(float(rank))
-    averager = HierarchicalModelAverager({1: 1, 2: 2, 6: 4}, warmup_steps=2)
-    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), averager)
-    # The paper's algorithm on all ranks' values at once: each subtracts its rank + 1, then groups average.
-    values = [float(r) for r in range(world_size)]
-    for step in range(14):
-        model.weight.grad = torch.full_like(model.weight, float(rank + 1))
-        optimizer.step()
-        values = [value - (r + 1) for r, value in enumerate(values)]
-        size = 4 if step % 6 == 0 else 2 if step % 2 == 0 else 1
-        if step >= 2:
-            values = [sum(values[r // size * size :][:size]) / size for r in range(world_size)]
-        own = model.weight.detach().flatten()[:1].double()
-        assert_parity(
-            own, torch.tensor([values[rank]], dtype=torch.float64), what=f"step {step}", rtol=1e-6,
-            reason="the reference counts in float64",
-        )  # fmt: skip
-
-
-def _wrong_hierarchies(rank: int, world_size: int) -> None:
-    for wrong, match in (
-        ({2: 2}, "the last size be that of the process group, 4"),  # As in PyTorch's.
-        ({2: 3, 4: 4}, "periods must ascend, each size divide a larger next one"),
-        ({4: 2, 2: 4}, "periods must ascend"),
-        ({0: 4}, "whole number of at least 1"),
-        ({}, "is a mapping of periods"),
-    ):
-        with pytest.raises(ConfigurationError, match=match):
-            HierarchicalModelAverager(wrong)
-
-
-def _hierarchy_of_some_ranks(rank: int, world_size: int) -> None:
-    """Its ranks make the groups of a hierarchy without the others, and are in different numbers of groups."""
-    some: Any = dist.new_group([1, 2, 3])
-    dist.new_group([0, 1])
-    if rank:
-        averager = HierarchicalModelAverager({1: 1, 2: 3}, process_group=some)
-        assert [group.size() for group in averager.period_process_group_dict.values()] == [1, 3]
-
-
-def _hook_parity(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_hook_and_optimizer_do_what_pytorchs_do(rank: int, world_size: int) -> None:
     def train(register: Callable[[DistributedDataParallel], None], optimizer: Any) -> list[Values]:
         ddp = wrap(MLP.model())
         register(ddp)
@@ -285,15 +239,14 @@ def _hook_parity(rank: int, world_size: int) -> None:
                 reason="Gloo adds three and more in another order",
             )  # fmt: skip
         assert ours[0].iter == ours[1].iter == state.iter == 4
-
-
-FOUR: dict[str, Callable[[int, int], None]] = {
-    "the longest period that is due decides which group averages": _hierarchy,
-    "periods and sizes that do not fit are refused": _wrong_hierarchies,
-    "a hierarchy of some ranks of the job": _hierarchy_of_some_ranks,
-    "hook and optimizer do what PyTorch's do": _hook_parity,
-}
-
-
-def test_four_ranks() -> None:
-    play(FOUR, 4)
+    # An averager of PyTorch's, too.
+    alone, theirs_in_theirs, theirs_in_ours = (
+        train(lambda ddp: ddp.register_comm_hook(None, noop_hook), make)
+        for make in (
+            lambda inner: inner,
+            lambda inner: classes.PostLocalSGDOptimizer(inner, HierarchicalModelAverager({2: 2, 4: 4})),
+            lambda inner: PostLocalSGDOptimizer(inner, HierarchicalModelAverager({2: 2, 4: 4})),
+        )
+    )
+    assert_parity(theirs_in_ours, theirs_in_theirs, what="a hierarchy")
+    assert any(not torch.equal(value, alone[-1][name]) for name, value in theirs_in_ours[-1].items())
