@@ -93,7 +93,7 @@ def planned(ranks: int) -> str:
     shapes = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), *[(1024,)] * 8] * 24
     size, plans = 4 * sum(torch.Size(shape).numel() for shape in shapes), []
     for rank in range(ranks):
-        items = {f"overlap.bytes.{rank}.stages": Boxes.chunk(_Simulated(size, torch.uint8), (size,), (1,), 0)}
+        items = {f"overlap.bytes.{rank}": Boxes.chunk(_Simulated(size, torch.uint8), (size,), (1,), 0)}
         for place, shape in enumerate(shapes):
             whole, numel = torch.empty(shape, device="meta"), torch.Size(shape).numel()
             start, end = chunk(numel, 4, on_streams=True, rank=rank, ranks=ranks)

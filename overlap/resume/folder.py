@@ -8,11 +8,10 @@ optimizers and FSDP2 read it, and it may be theirs:
 - ``model.<name>`` and ``optim.state.<name>.<key>``, which ranks have in common by declaration: values that DDP keeps
   the same, and the state of optimizers of parameters that it keeps the same. One rank writes each of them. Of a
   ``ZeroRedundancyOptimizer`` each rank writes boxes of the parameter's own shape, so the file depends on no cut.
-- ``overlap.bytes.<rank>.<part>``, a rank's own state, flat. The parts are the memory of stages, parameters and
-  buffers that DDP does not keep the same, optimizers of ranks that train apart, and the objects and values of the loop;
-  of the latter ``all`` is in the place of the rank where all ranks have it alike.
-- ``overlap.skeleton.<rank>.<part>``, its nested values with tensors on the device "meta"; where the skeletons of all
-  ranks are the same, once, for ``all``.
+- ``overlap.bytes.<rank>``, a rank's own state, flat. Its parts are the memory of stages, parameters and buffers that
+  DDP does not keep the same, optimizers of ranks that train apart, and the objects and values of the loop; those of the
+  latter that all ranks have alike are in ``overlap.bytes.all``.
+- ``overlap.skeleton.<rank>``, its nested values, by part, with tensors on the device "meta".
 - ``overlap.manifest``: how to read the rest.
 
 A rank has one box at a time in memory beside its state. ``.metadata`` is written last.
@@ -40,7 +39,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp, check_flag, digest, short_repr
+from overlap._checks import check_ddp, check_flag, short_repr
 from overlap._torch.c10d import side_group
 from overlap._torch.checkpoint import Boxes, Folder, write
 from overlap.errors import CollectiveError, ConfigurationError
@@ -116,7 +115,7 @@ def save(
                 "give each save a folder of its own, such as f'runs/1/{step:06}'"
             )
         saved = _Saved(RankState(ddp, optim, "save"), loop, is_copied=not wait)
-        items = saved.items(agreement.agree(saved.digests, _decide))
+        items = saved.entries(agreement.agree(saved.digests, _are_same))
     if wait:
         _write(items, path, side_group(group))
         return None
@@ -184,21 +183,14 @@ def _write(items: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
         raise CollectiveError(f"{path} was not written, and is no checkpoint: {first}") from error
 
 
-class _Part:
-    """A part of a rank's own state: its skeleton, and its tensors as one of bytes, made where it is sliced."""
+class _Bytes:
+    """Tensors one after another as a tensor of bytes, which is made where it is sliced."""
 
     dtype = torch.uint8
 
-    def __init__(self, value: Any, where: str, *, is_compared: bool) -> None:
-        self.skeleton, tensors = split(value, where)
-        _, leaves = laid_out(self.skeleton)
+    def __init__(self, leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> None:
         self._numel = leaves[-1].end if leaves else 0
-        self._filled = [(leaf.start, one) for leaf, one in zip(leaves, tensors, strict=True) if one.numel()]
-        content = sha256(repr(self.skeleton).encode())
-        for _, one in self._filled if is_compared else ():
-            content.update(_bytes_of(one.cpu()).numpy().data)
-        self.digests = digest(self.skeleton), content.hexdigest() if is_compared else None
-        """Of the skeleton, and, where it ``is_compared``, of all."""
+        self._placed = [(leaf.start, one) for leaf, one in zip(leaves, tensors, strict=True) if one.numel()]
 
     def numel(self) -> int:
         return self._numel
@@ -206,7 +198,7 @@ class _Part:
     def __getitem__(self, elements: slice) -> Tensor:
         start, end = elements.start, elements.stop
         made = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
-        for begin, tensor in self._filled:
+        for begin, tensor in self._placed:
             first, last = max(start, begin), min(end, begin + tensor.nbytes)
             if first < last:
                 made[first - start : last - start] = _bytes_of(tensor)[first - begin : last - begin]
@@ -217,20 +209,15 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _decide(of_ranks: list[dict[str, tuple[str, str | None]]]) -> dict[str, str]:
-    """Of each part, by the digests of all ranks, whether ranks have the same, the same skeleton, or their own."""
-    decided: dict[str, str] = {}
-    for part in sorted({part for one in of_ranks for part in one}):
-        skeletons, contents = (
-            set(found) for found in zip(*(one.get(part, (None, None)) for one in of_ranks), strict=True)
-        )
-        is_same = len(contents) == 1 and None not in contents
-        decided[part] = "same" if is_same else "alike" if len(skeletons) == 1 else "own"
-    return decided
+def _are_same(of_ranks: list[dict[str, str | None]]) -> dict[str, bool]:
+    """Of each part, by the digests of all ranks, whether they have it the same; of one without a digest they have
+    not."""
+    digests = {part: {one.get(part) for one in of_ranks} for part in sorted({part for one in of_ranks for part in one})}
+    return {part: len(found) == 1 and None not in found for part, found in digests.items()}
 
 
 class _Saved:
-    """The items of ``run`` that this rank saves."""
+    """The entries of a folder that this rank of ``run`` writes."""
 
     def __init__(self, run: RankState, loop: Mapping[str, Any], *, is_copied: bool) -> None:
         self._run = run
@@ -257,38 +244,40 @@ class _Saved:
             else:
                 record |= self._put_optimizer(place, its)
             self._records.append(record)
-        self._parts = {
-            name: _Part(value, _where(name), is_compared=name == "apart" or name.startswith(_LOOP))
-            for name, value in own.items()
-            if name.startswith(_LOOP) or value
-        }
-        self.digests = {name: part.digests for name, part in self._parts.items()}
+        self._own = {part: value for part, value in own.items() if part.startswith(_LOOP) or value}
+        self.digests: dict[str, str | None] = {}
+        """Of the parts of this rank's own state; ``None`` for one that ranks need not compare."""
+        for part, value in self._own.items():
+            skeleton, tensors = split(value, _where(part))  # Raises, before any rank writes.
+            content = sha256(repr(skeleton).encode())
+            is_compared = part == "apart" or part.startswith(_LOOP)
+            for one in tensors if is_compared else ():
+                content.update(_bytes_of(one.cpu()).numpy().data)
+            self.digests[part] = content.hexdigest() if is_compared else None
 
-    def items(self, decided: dict[str, str]) -> dict[str, Any]:
-        """Those that this rank writes, by name in the folder, where ranks have ``decided`` of parts; of an item that
-        several ranks have, one of them is written."""
+    def entries(self, are_same: dict[str, bool]) -> dict[str, Any]:
+        """They, by name, where ranks have the parts that ``are_same``; one rank writes an entry that several have."""
         items, run = self._items, self._run
-        if decided.get("apart") == "same":
-            del decided["apart"]  # Ranks have one model, as those that do not train apart.
-        elif "apart" in decided:
+        if are_same.get("apart"):
+            del are_same["apart"]  # Ranks have one model, as those that do not train apart.
+        elif "apart" in are_same:
             items = {name: value for name, value in items.items() if not name.startswith(_MODEL)}
-        for name, kind in decided.items():
-            if (part := self._parts.get(name)) is None:
+        for who, is_same in ((_ALL, True), (run.rank, False)):
+            if not (own := {part: value for part, value in self._own.items() if are_same.get(part) is is_same}):
                 continue
-            boxes = Boxes.chunk(part, (part.numel(),), (1,), 0)
-            if kind == "same":
-                items[f"{_BYTES}{_ALL}.{name}"] = boxes.share(name, run.rank, run.ranks)
-            else:
-                items[f"{_BYTES}{run.rank}.{name}"] = boxes
-            if kind == "own" or run.rank == 0:
-                items[f"{_SKELETON}{run.rank if kind == 'own' else _ALL}.{name}"] = [part.skeleton]
+            skeleton, tensors = split(own)
+            flat = _Bytes(laid_out(skeleton)[1], tensors)
+            boxes = Boxes.chunk(flat, (flat.numel(),), (1,), 0)
+            items[f"{_BYTES}{who}"] = boxes.share(_BYTES, run.rank, run.ranks) if is_same else boxes
+            if run.rank == 0 or not is_same:
+                items[f"{_SKELETON}{who}"] = skeleton
         if run.rank == 0:
             items[_MANIFEST] = {
                 "version": VERSION,
                 "ranks": run.ranks,
                 "classes": run.classes,
                 "signature": None if run.stage is None else run.stage.signature,
-                "parts": decided,
+                "parts": are_same,
                 "objects": self._objects,
                 "optimizers": snapshot(self._records),
             }
@@ -363,7 +352,7 @@ class _Found:
             self._manifest = self._value(_MANIFEST)
             if self._manifest["version"] != VERSION:
                 raise ConfigurationError(f"{folder} was saved by another version of overlap, in another form")
-        self._parts: Mapping[str, str] = self._manifest["parts"]
+        self._parts: Mapping[str, bool] = self._manifest["parts"]
         self._ranks: int = self._manifest["ranks"]
         self._is_other = self._ranks != run.ranks
         self._laid: dict[str, Any] = {}
@@ -410,9 +399,7 @@ class _Found:
 
     def loop(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The values of the loop. Raises: ConfigurationError: something ``given`` was not saved, or is of a rank."""
-        saved = {
-            name.removeprefix(_LOOP): kind == "same" for name, kind in self._parts.items() if name.startswith(_LOOP)
-        }
+        saved = {part.removeprefix(_LOOP): is_same for part, is_same in self._parts.items() if part.startswith(_LOOP)}
         objects = self._manifest["objects"]
         for name, target in given.items():
             if not hasattr(target, "load_state_dict"):
@@ -445,25 +432,23 @@ class _Found:
 
     # Parts of a rank's own.
 
-    def _name(self, prefix: str, rank: int, part: str) -> str | None:
-        names = (f"{prefix}{who}.{part}" for who in (rank, _ALL))
-        return next((name for name in names if name in self._folder.found), None)
+    def _who(self, part: str, rank: int) -> int | str:
+        return _ALL if self._parts.get(part) else rank
 
     def _laid_out(self, part: str, rank: int) -> Any:
         """A rank's part, to be read."""
-        if (name := self._name(_SKELETON, rank, part)) is None:
-            return {}
+        name = f"{_SKELETON}{self._who(part, rank)}"
         if name not in self._laid:
-            (self._laid[name],), _ = laid_out(self._value(name))
-        return self._laid[name]
+            self._laid[name] = laid_out(self._value(name))[0] if name in self._folder.found else {}
+        return self._laid[name].get(part, {})
 
     def _values(self, part: str, rank: int, laid: Any) -> Any:
         """Those of some of a rank's part; tensors are views of one, so who keeps them copies them."""
         leaves: list[Leaf] = []
         mapped(laid, lambda one: leaves.append(one) if isinstance(one, Leaf) else None)
         start, end = (leaves[0].start, leaves[-1].end) if leaves else (0, 0)
-        buffer, name = torch.empty(end - start, dtype=torch.uint8, device="cpu"), self._name(_BYTES, rank, part)
-        if name is not None and end > start:
+        buffer, name = torch.empty(end - start, dtype=torch.uint8, device="cpu"), f"{_BYTES}{self._who(part, rank)}"
+        if end > start:
             shape = self._folder.found[name].size
             self._checked(self._folder.read, name, Boxes.chunk(buffer, shape, (1,), start, is_read=True))
         return filled(
