@@ -47,8 +47,8 @@ from overlap.hooks.stage import redistributed
 from overlap.hooks.states import StatesOfRanks, uncopied
 from overlap.join.context import refuse_once_joined
 from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
-from overlap.optim.zero.checkpoint import entries_of, in_memory_order
-from overlap.optim.zero.shards import options_of
+from overlap.optim.zero.checkpoint import entries_of, in_memory_order, numbered
+from overlap.optim.zero.shards import Shard, options_of
 from overlap.optim.zero.state import is_per_element
 from overlap.ranks.board import Agreement, failures_explained
 from overlap.ranks.values import Leaf, filled, laid_out, mapped, snapshot, split
@@ -293,29 +293,25 @@ class _Saved:
     def _put_optimizer(self, place: int, its: Mapping[str, Any]) -> dict[str, Any]:
         """By the names of its parameters; returns the entries that belong to none."""
         optim, names = self._run.optimizers[place], _names_of(its["parameters"], place)
-        if isinstance(optim, ZeroRedundancyOptimizer):
-            rest, shards = its["own"]["manifest"], optim.sharded_state().shards
-            for index, piece in its["own"]["pieces"].items():
-                shard = shards[index]
-                for key, value in piece["state"].items():
-                    name = f"{_STATE}{names[index]}.{key}"
-                    if is_per_element(value, piece["shape"]):
-                        flat, shape = in_memory_order(value, shard.strides), shard.parameter.shape
-                        self._items[name] = Boxes.chunk(flat, shape, shard.strides, piece["start"])
-                    elif shard.is_whole or shard.rank == 0:  # Other values are the same on all ranks.
-                        self._items[name] = _written(name, value)
-        else:
-            own = its["state"]
-            rest = {"state": dict(own["state"]), "entries": entries_of(own), "dtypes": None}
-            rest["options"] = [options_of(group) for group in own["param_groups"]]
-            for index, name in enumerate(names):
-                for key, value in rest["state"].pop(index, {}).items():
-                    self._put(f"{_STATE}{name}.{key}", value, is_shared=True)
-        for options, labels in zip(rest["options"], its["parameters"], strict=True):
-            for key, value in {**options, "params": labels}.items():
+        shards = optim.sharded_state().shards if isinstance(optim, ZeroRedundancyOptimizer) else None
+        rest = dict(its["state"]["state"])
+        for index, name in enumerate(names):
+            for key, value in rest.pop(index, {}).items():
+                entry = f"{_STATE}{name}.{key}"
+                if shards is None:
+                    self._put(entry, value, is_shared=True)
+                    continue
+                shard, (start, shape) = shards[index], its["places"][index]
+                if is_per_element(value, shape):
+                    flat = in_memory_order(value, shard.strides)
+                    self._items[entry] = Boxes.chunk(flat, shard.parameter.shape, shard.strides, start)
+                elif shard.is_whole or shard.rank == 0:  # Other values are the same on all ranks.
+                    self._items[entry] = _written(entry, value)
+        for group, labels in zip(its["state"]["param_groups"], its["parameters"], strict=True):
+            for key, value in {**options_of(group), "params": labels}.items():
                 self._put(f"{_GROUPS}{self._groups}.{key}", value, is_shared=False)
             self._groups += 1
-        return {key: rest[key] for key in ("state", "entries", "dtypes")}
+        return {"state": rest, "entries": entries_of(its["state"])}
 
 
 def _written(name: str, value: Any) -> Any:
@@ -523,30 +519,25 @@ class _Found:
     ) -> dict[str, Any]:
         """The state of one whose parameters ranks have in common."""
         optim, names = self._run.optimizers[place], _names_of(record["parameters"], place)
-        rest, entries = record.get("state", {}), record.get("entries", {})
-        if not isinstance(optim, ZeroRedundancyOptimizer):
-            state: dict[Any, Any] = {**rest}
-            for index, name in enumerate(names):
-                for key in keys_of.get(name, ()):
-                    state.setdefault(index, {})[key] = self._value(f"{_STATE}{name}.{key}")
-            numbers = iter(range(len(names)))
-            numbered = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
-            return {"state": {**entries, "state": state, "param_groups": numbered}}
-        own = optim.sharded_state()
-        manifest = own.manifest(state=rest, entries=entries, groups=groups, dtypes=record.get("dtypes"))
-        pieces = own.pieces({})
+        own = optim.sharded_state() if isinstance(optim, ZeroRedundancyOptimizer) else None
+        states, cut = dict(record.get("state", {})), {} if own is None else own.cut()
         for index, name in enumerate(names):
-            for key in keys_of.get(name, ()) if index in pieces else ():
-                saved, shard, piece = f"{_STATE}{name}.{key}", own.shards[index], pieces[index]
-                found, shape = self._folder.found[saved], shard.parameter.shape
-                if self._folder.is_pickled(saved) or found.size != shape:
-                    piece["state"][key] = self._value(saved)
-                    continue
-                flat = torch.empty(math.prod(piece["shape"]), dtype=found.properties.dtype, device="cpu")
-                piece["state"][key] = shard.shaped(flat)
-                boxes = Boxes.chunk(flat, shape, shard.parameter.stride(), piece["start"], is_read=True)
-                self._checked(self._folder.read, saved, boxes)
-        return {"own": {"manifest": manifest, "pieces": pieces}}
+            for key in keys_of.get(name, ()) if own is None or index in cut["places"] else ():
+                entry = f"{_STATE}{name}.{key}"
+                chunk = () if own is None else (own.shards[index], *cut["places"][index])
+                states.setdefault(index, {})[key] = self._chunk(entry, *chunk) if chunk else self._value(entry)
+        whole = {**record.get("entries", {}), "state": states, "param_groups": numbered(groups)}
+        return {**cut, "state": whole}
+
+    def _chunk(self, name: str, shard: Shard, start: int, shape: Sequence[int]) -> Any:
+        """That of an entry which has one value per element; all of another."""
+        found, whole = self._folder.found[name], shard.parameter
+        if self._folder.is_pickled(name) or found.size != whole.shape:
+            return self._value(name)
+        flat = torch.empty(math.prod(shape), dtype=found.properties.dtype, device="cpu")
+        boxes = Boxes.chunk(flat, whole.shape, whole.stride(), start, is_read=True)
+        self._checked(self._folder.read, name, boxes)
+        return shard.shaped(flat)
 
 
 def _names_of(labels: Sequence[Sequence[str]], place: int) -> list[str]:

@@ -34,7 +34,7 @@ OneOptim = Optimizer | FunctionalOptimizer
 Optim = OneOptim | Sequence[OneOptim] | None
 State = Mapping[str, Any]
 
-VERSION = 2
+VERSION = 3
 _OF_STAGES = {"version", "rank", "ranks", "stages"}
 _KEYS = {*_OF_STAGES, "model", "optimizer"}
 
@@ -175,7 +175,7 @@ class RankState:
     def _state_of(self, optim: Any) -> dict[str, Any]:
         state: dict[str, Any] = {"class": class_of(optim), "parameters": self._labels_of(optim)}
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**state, "own": optim.sharded_state().own()}
+            return {**state, **optim.sharded_state().own()}
         own = dict(optim.state_dict())
         if isinstance(optim, LocalSGD):  # Its stages are saved with the model's.
             own["local_sgd"] = {key: value for key, value in own["local_sgd"].items() if key != "stages"}
@@ -201,7 +201,7 @@ class RankState:
             self._check_optimizers(state["optimizer"])
             for optim, saved in zip(self.optimizers, state["optimizer"], strict=True):
                 if isinstance(optim, ZeroRedundancyOptimizer):
-                    optim.sharded_state().check(saved["own"])
+                    optim.sharded_state().check(saved)
         for lifecycle in self._lifecycles:
             lifecycle.check(Event.LOAD)
 
@@ -221,7 +221,7 @@ class RankState:
         for optim, saved in zip(self.optimizers, optimizers or (), strict=False):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.prepare_to_load()
-                optim.sharded_state().load(saved["own"])
+                optim.sharded_state().load(saved)
             else:
                 load_as_saved(optim, saved["state"])
 
@@ -331,7 +331,7 @@ class RankState:
         """The state of an optimizer, by its place, from those of all old ranks."""
         optim, base = self.optimizers[place], states[self.rank % len(states)]
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**base, "own": optim.sharded_state().merged([one["own"] for one in states])}
+            return {**base, **optim.sharded_state().merged(states)}
         if isinstance(optim, LocalSGD):
             return {**base, "state": LocalSGD.redistribute(under(states, "state"), rank=self.rank, ranks=self.ranks)}
         return dict(base)

@@ -267,8 +267,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         )
         if plain.state:
             zero.prepare_to_load()
-            state = zero.sharded_state()
-            state.load_whole(plain.state_dict(), dtypes=[shard.parameter.dtype for shard in state.shards])
+            zero.sharded_state().load_whole(plain.state_dict())
         return zero
 
     @property
