@@ -213,16 +213,15 @@ class Folder:
         """Whether it is not a tensor."""
         return isinstance(self.found[name], BytesStorageMetadata)
 
-    def empty(self, name: str) -> Tensor:
-        """A tensor in CPU memory for all of the one that was saved."""
-        found = self.found[name]
-        return torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
-
     def read(self, name: str, boxes: Boxes | None = None) -> Any:
-        """Read a tensor into ``boxes``, or return an entry that is not a tensor."""
+        """Read an entry, or of a tensor these ``boxes``, into which its elements go."""
+        found, value = self.found[name], None
+        if boxes is None and not self.is_pickled(name):
+            value = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
+            boxes = Boxes.whole(value, is_read=True)
         given: dict[str, Any] = {name: boxes}
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(given, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return given[name]
+        return given[name] if value is None else value

@@ -53,7 +53,7 @@ from overlap.optim.zero.state import is_per_element
 from overlap.ranks.board import Agreement, failures_explained
 from overlap.ranks.values import Leaf, filled, laid_out, mapped, snapshot, split
 from overlap.resume.state import VERSION, Optim, RankState, class_of
-from overlap.resume.train_state import states_in
+from overlap.resume.train_state import state_in
 
 _MANIFEST = "overlap.manifest"
 _SKELETON = "overlap.skeleton."
@@ -345,7 +345,7 @@ class _Found:
         self._folder = self._checked(Folder, str(folder))
         self._manifest: dict[str, Any] = {"ranks": run.ranks, "parts": {}, "objects": (), "optimizers": None}
         if _MANIFEST in self._folder.found:
-            self._manifest = self._value(_MANIFEST)
+            self._manifest = self._read(_MANIFEST)
             if self._manifest["version"] != VERSION:
                 raise ConfigurationError(f"{folder} was saved by another version of overlap, in another form")
         self._parts: Mapping[str, bool] = self._manifest["parts"]
@@ -365,21 +365,15 @@ class _Found:
                 )
             raise ConfigurationError(f"{self._path} {fault}") from error
 
-    def _value(self, name: str) -> Any:
-        """All of an entry."""
-        if self._folder.is_pickled(name):
-            return self._checked(self._folder.read, name)
-        value = self._folder.empty(name)
-        self._checked(self._folder.read, name, Boxes.whole(value, is_read=True))
-        return value
+    def _read(self, name: str, boxes: Boxes | None = None) -> Any:
+        """An entry, or into ``boxes`` a part of it."""
+        return self._checked(self._folder.read, name, boxes)
 
     def state(self) -> dict[str, Any]:
         """As :func:`overlap.state_dict` on this rank."""
         run = self._run
-        pickled = [name for name in self._folder.found if self._folder.is_pickled(name) and not self._parts]
-        if (states := states_in(pickled, self._value, run)) is not None:
-            is_own = len(states) == 1 and states[0]["ranks"] == run.ranks
-            return dict(states[0] if is_own else run.state_of_rank(states))
+        if (state := state_in(self._folder.found, self._read, run)) is not None:
+            return state
         if "apart" in self._parts and self._is_other:
             raise ConfigurationError(
                 f"{self._path} was saved while ranks had different models, by {self._ranks} ranks, and here are "
@@ -389,7 +383,7 @@ class _Found:
         model = {name: value for part in ("model", "apart") for name, value in self._part(part, old).items()}
         for name in self._folder.found:
             if name.startswith(_MODEL) and (plain := name.removeprefix(_MODEL)) not in model:
-                model[plain] = self._value(name)
+                model[plain] = self._read(name)
         place = {"version": VERSION, "rank": run.rank, "ranks": run.ranks}
         return {**place, "model": model, "optimizer": optimizers, "stages": self._stages()}
 
@@ -435,7 +429,7 @@ class _Found:
         """A rank's part, to be read."""
         name = f"{_SKELETON}{self._who(part, rank)}"
         if name not in self._laid:
-            self._laid[name] = laid_out(self._value(name))[0] if name in self._folder.found else {}
+            self._laid[name] = laid_out(self._read(name))[0] if name in self._folder.found else {}
         return self._laid[name].get(part, {})
 
     def _values(self, part: str, rank: int, laid: Any) -> Any:
@@ -446,7 +440,7 @@ class _Found:
         buffer, name = torch.empty(end - start, dtype=torch.uint8, device="cpu"), f"{_BYTES}{self._who(part, rank)}"
         if end > start:
             shape = self._folder.found[name].size
-            self._checked(self._folder.read, name, Boxes.chunk(buffer, shape, (1,), start, is_read=True))
+            self._read(name, Boxes.chunk(buffer, shape, (1,), start, is_read=True))
         return filled(
             laid, lambda leaf: buffer[leaf.start - start : leaf.end - start].view(leaf.dtype).view(leaf.shape)
         )
@@ -488,7 +482,7 @@ class _Found:
             if name.startswith(_GROUPS):
                 _, _, number, key = name.split(".", 3)
                 groups += [{} for _ in range(int(number) + 1 - len(groups))]
-                groups[int(number)][key] = self._value(name)
+                groups[int(number)][key] = self._read(name)
         records = self._manifest["optimizers"]
         if records is None:  # PyTorch's own, with the groups of all optimizers in their order.
             labels = iter([group["params"] for group in groups])
@@ -525,7 +519,7 @@ class _Found:
             for key in keys_of.get(name, ()) if own is None or index in cut["places"] else ():
                 entry = f"{_STATE}{name}.{key}"
                 chunk = () if own is None else (own.shards[index], *cut["places"][index])
-                states.setdefault(index, {})[key] = self._chunk(entry, *chunk) if chunk else self._value(entry)
+                states.setdefault(index, {})[key] = self._chunk(entry, *chunk) if chunk else self._read(entry)
         whole = {**record.get("entries", {}), "state": states, "param_groups": numbered(groups)}
         return {**cut, "state": whole}
 
@@ -533,10 +527,10 @@ class _Found:
         """That of an entry which has one value per element; all of another."""
         found, whole = self._folder.found[name], shard.parameter
         if self._folder.is_pickled(name) or found.size != whole.shape:
-            return self._value(name)
+            return self._read(name)
         flat = torch.empty(math.prod(shape), dtype=found.properties.dtype, device="cpu")
         boxes = Boxes.chunk(flat, whole.shape, whole.stride(), start, is_read=True)
-        self._checked(self._folder.read, name, boxes)
+        self._read(name, boxes)
         return shard.shaped(flat)
 
 

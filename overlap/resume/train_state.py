@@ -126,7 +126,7 @@ class TrainState:
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
-        return RankState(self._ddp, self._optim, "state_dict").state_dict(stages_only=self._stages_only)
+        return self._run("state_dict").state_dict(stages_only=self._stages_only)
 
     def load_rank_state_dict(self, parts: Mapping[str, Any]) -> None:
         """Load a state that :meth:`rank_state_dict` returned on this rank.
@@ -135,7 +135,7 @@ class TrainState:
             ConfigurationError, TrainingLoopError: as :func:`overlap.load_state_dict`.
         """
         if remembers(parts):
-            RankState(self._ddp, self._optim, "load_state_dict").load_state_dict(parts, stages_only=self._stages_only)
+            self._run("load_state_dict").load_state_dict(parts, stages_only=self._stages_only)
         else:
             self.forget()  # The framework has loaded all that there is.
 
@@ -201,13 +201,13 @@ def _whole(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, "model": model, "optimizer": [optimizers[str(place)] for place in range(len(optimizers))]}
 
 
-def states_in(names: Collection[str], read: Callable[[str], Any], run: RankState) -> list[dict[str, Any]] | None:
-    """The states of a :class:`TrainState` in a folder with these ``names``, of which ``read`` returns one: of all
-    ranks, or of this one alone where as many have saved; ``None`` where there is none."""
-    for name in names:
-        if match := _OWN_NAME.fullmatch(name):
-            prefix, ranks = f"{match[1]}." if match[1] else "", int(match[3])
-            wanted = [run.rank] if ranks == run.ranks else range(ranks)
-            common = read(prefix + _COMMON)
-            return [_whole(common, read(prefix + _OWN.format(rank, ranks))) for rank in wanted]
+def state_in(names: Collection[str], read: Callable[[str], Any], run: RankState) -> dict[str, Any] | None:
+    """This rank's part of a :class:`TrainState` in a folder with these ``names``, of which ``read`` returns one;
+    ``None`` where there is none."""
+    for match in filter(None, map(_OWN_NAME.fullmatch, names)):
+        prefix, ranks = f"{match[1]}." if match[1] else "", int(match[3])
+        wanted = [run.rank] if ranks == run.ranks else range(ranks)
+        common = read(prefix + _COMMON)
+        states = [_whole(common, read(prefix + _OWN.format(rank, ranks))) for rank in wanted]
+        return states[0] if ranks == run.ranks else dict(run.state_of_rank(states))
     return None
