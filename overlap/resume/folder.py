@@ -372,7 +372,8 @@ class _Found:
     def state(self) -> dict[str, Any]:
         """As :func:`overlap.state_dict` on this rank."""
         run = self._run
-        if (state := state_in(self._folder.found, self._read, run)) is not None:
+        pickled = [] if self._parts else [name for name in self._folder.found if self._folder.is_pickled(name)]
+        if (state := state_in(pickled, self._read, run)) is not None:
             return state
         if "apart" in self._parts and self._is_other:
             raise ConfigurationError(

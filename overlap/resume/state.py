@@ -27,7 +27,7 @@ from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, Ze
 from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.zero.checkpoint import load_as_saved
+from overlap.optim.zero.checkpoint import load_as_saved, of_version_0_1_0
 from overlap.ranks.values import snapshot
 
 OneOptim = Optimizer | FunctionalOptimizer
@@ -35,6 +35,8 @@ Optim = OneOptim | Sequence[OneOptim] | None
 State = Mapping[str, Any]
 
 VERSION = 3
+_FIRST_VERSION = 2
+"""That of version 0.1.0 of the package, whose states load, too."""
 _OF_STAGES = {"version", "rank", "ranks", "stages"}
 _KEYS = {*_OF_STAGES, "model", "optimizer"}
 
@@ -183,6 +185,7 @@ class RankState:
 
     def load_state_dict(self, state: State, *, stages_only: bool = False) -> None:
         """Load a state of this rank, as :func:`load_state_dict`; with ``stages_only`` that of the stages."""
+        state = self.upgraded(state)
         self.check(state, stages_only=stages_only)
         # Optimizers keep the tensors that they load, and change them in place.
         self.load_checked({**state, "optimizer": copy.deepcopy(state.get("optimizer", ()))})
@@ -304,6 +307,10 @@ class RankState:
         olds = sorted(states, key=lambda state: int(state["rank"]))
         if len(olds) == self.ranks:
             return olds[self.rank]
+        if any(old["version"] != VERSION for old in olds):
+            raise ConfigurationError(
+                f"version 0.1.0 has saved this, and it loads on {len(olds)} ranks alone: load it there, and save again"
+            )
         for old in olds:
             self._check_stages(old)
             if "model" in old:
@@ -327,6 +334,21 @@ class RankState:
                     )
         return base
 
+    def upgraded(self, state: State) -> State:
+        """A state of this rank in the form of this version."""
+        _check_keys(state, _OF_STAGES)
+        if state["version"] == VERSION or (state["rank"], state["ranks"]) != (self.rank, self.ranks):
+            return state
+        made = {**state, "version": VERSION}
+        if "optimizer" in state:
+            self._check_model(state["model"])
+            self._check_optimizers(state["optimizer"])
+            made["optimizer"] = [
+                {**one, **optim.sharded_state().merged([of_version_0_1_0(one["own"])])} if "own" in one else one
+                for optim, one in zip(self.optimizers, state["optimizer"], strict=True)
+            ]
+        return made
+
     def redistributed(self, place: int, states: Sequence[State]) -> State:
         """The state of an optimizer, by its place, from those of all old ranks."""
         optim, base = self.optimizers[place], states[self.rank % len(states)]
@@ -337,9 +359,10 @@ class RankState:
         return dict(base)
 
 
-def _check_keys(state: object, least: Collection[str]) -> None:
+def _check_keys(state: Any, least: Collection[str]) -> None:
     """Raises: ConfigurationError: ``state`` is no state of this version, or lacks one of these keys."""
-    if not isinstance(state, Mapping) or not set(least) <= set(state) <= _KEYS or state["version"] != VERSION:
+    is_one = isinstance(state, Mapping) and set(least) <= set(state) <= _KEYS
+    if not is_one or state["version"] not in (VERSION, _FIRST_VERSION):
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigurationError(
             f"this is not what overlap.state_dict(ddp, optim) returns (version {VERSION}): {found}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -110,7 +112,8 @@ class TrainState:
         """
         run = self._run("load_state_dict")
         own = _OWN.format(run.rank, run.ranks)
-        if set(state_dict) == {_KEY} and isinstance(states := state_dict[_KEY], list):
+        if set(state_dict) == {_KEY}:
+            states = _of_one_file(state_dict[_KEY])
             self.load_rank_state_dict(run.state_of_rank(states) if any(map(remembers, states)) else states[0])
         elif {_COMMON, own} <= set(state_dict):
             common, its = (_value_of(state_dict[key]) for key in (_COMMON, own))
@@ -201,9 +204,24 @@ def _whole(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, "model": model, "optimizer": [optimizers[str(place)] for place in range(len(optimizers))]}
 
 
+def _of_one_file(found: Any) -> list[dict[str, Any]]:
+    """The states of all ranks; of version 0.1.0 in bytes."""
+    if not isinstance(found, bytes):
+        return list(found)
+    whole = _from_bytes(found)
+    return [{key: _from_bytes(part) for key, part in {**whole["shared"], **own}.items()} for own in whole["own"]]
+
+
+def _from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
 def state_in(names: Collection[str], read: Callable[[str], Any], run: RankState) -> dict[str, Any] | None:
     """This rank's part of a :class:`TrainState` in a folder with these ``names``, of which ``read`` returns one;
     ``None`` where there is none."""
+    for name in names:
+        if name.rpartition(".")[2] == _KEY:
+            return dict(run.upgraded(run.state_of_rank(_of_one_file(read(name)))))
     for match in filter(None, map(_OWN_NAME.fullmatch, names)):
         prefix, ranks = f"{match[1]}." if match[1] else "", int(match[3])
         wanted = [run.rank] if ranks == run.ranks else range(ranks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ their numbers."""
 
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
+# As version 0.1.0 named the values of a rank: ``3/exp_avg/0:512``, and ``3/step``.
+_NAME = re.compile(r"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):\d+)?")
 _NO_STATE = "has no state yet: save with overlap.save(folder, ddp, zero), and load with overlap.load(folder, ddp, zero)"
 # Of the parameters whose state is gathered at a time.
 _BLOCK_BYTES = 16 * 2**20
@@ -275,6 +278,24 @@ class ShardedState:
 def _elements_of(shard: Shard, *, is_whole: bool = False) -> Range:
     """The elements of ``shard`` in this rank's state, or in that of the ``is_whole`` parameter."""
     return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range
+
+
+def of_version_0_1_0(own: Mapping[str, Any]) -> Own:
+    """A state that version 0.1.0 has saved, with flat chunks."""
+    manifest, places = own["manifest"], dict[int, Place]()
+    state, numbers = dict(manifest["state"]), itertools.count()
+    for match in filter(None, map(_NAME.fullmatch, own)):
+        index, value = int(match["index"]), own[match[0]]
+        state.setdefault(index, {})[match["key"]] = value
+        if match["start"] is not None:
+            places[index] = int(match["start"]), list(value.shape)
+        places.setdefault(index, (0, [0]))
+    groups = [
+        {**options, "params": list(itertools.islice(numbers, length))}
+        for options, length in zip(manifest["options"], manifest["groups"], strict=True)
+    ]
+    whole = {**manifest["entries"], "state": state, "param_groups": groups}
+    return {"places": places, "strides": manifest["strides"], "state": whole}
 
 
 def in_memory_order(value: Tensor, strides: Sequence[int]) -> Tensor:
