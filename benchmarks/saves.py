@@ -34,7 +34,7 @@ from overlap.optim.zero.shards import chunk
 
 _MIB = 2**20
 _WIDTH = 1024
-COLUMNS = ("save", "save, wait=False", "load", "dcp.save of a TrainState", "on disk")
+COLUMNS = ("save", "save, wait=False", "load", "TrainState.state_dict()", "dcp.save of it", "on disk")
 
 
 def cell(world: World, folder: str, layers: int) -> tuple[float, dict[str, float]]:
@@ -67,8 +67,9 @@ def cell(world: World, folder: str, layers: int) -> tuple[float, dict[str, float
     found = {"save": rise(lambda: overlap.save(path / "run", ddp, zero))}
     found["save, wait=False"] = rise(in_background)
     found["load"] = rise(lambda: overlap.load(path / "run", ddp, zero))
-    train_state = {"run": overlap.TrainState(ddp, zero)}
-    found["dcp.save of a TrainState"] = rise(lambda: dcp.save(train_state, checkpoint_id=path / "dcp"))
+    train_state = overlap.TrainState(ddp, zero)
+    found["TrainState.state_dict()"] = rise(train_state.state_dict)
+    found["dcp.save of it"] = rise(lambda: dcp.save({"run": train_state}, checkpoint_id=path / "dcp"))
     written = sum(file.stat().st_size for file in (path / "run").iterdir())
     found["on disk"] = written / (model + ranks * model + 2 * model)
     return own / _MIB, found
@@ -92,7 +93,7 @@ def planned(ranks: int) -> str:
     shapes = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), *[(1024,)] * 8] * 24
     size, plans = 4 * sum(torch.Size(shape).numel() for shape in shapes), []
     for rank in range(ranks):
-        items = {f"overlap.bytes.{rank}.stages": Boxes.chunk(_Simulated(size, torch.uint8), (size,), (1,), 0)}
+        items = {f"overlap.bytes.{rank}": Boxes.chunk(_Simulated(size, torch.uint8), (size,), (1,), 0)}
         for place, shape in enumerate(shapes):
             whole, numel = torch.empty(shape, device="meta"), torch.Size(shape).numel()
             start, end = chunk(numel, 4, on_streams=True, rank=rank, ranks=ranks)
@@ -120,7 +121,8 @@ def main() -> None:
     parser.add_argument("--simulated", type=int, default=512)
     options = parser.parse_args()
     os.environ.update(MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="65536")  # Freed memory is given back.
-    print("| ranks | MiB of a rank's state |", " | ".join(COLUMNS), "|\n|", " | ".join(["--:"] * 7), "|")
+    header = ["ranks", "MiB of a rank's state", *COLUMNS]
+    print("|", " | ".join(header), "|\n|", " | ".join(["--:"] * len(header)), "|")
     for ranks in options.ranks:
         folder = tempfile.mkdtemp()
         try:

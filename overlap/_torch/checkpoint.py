@@ -80,7 +80,7 @@ class Boxes:
     shape: torch.Size
     dtype: torch.dtype
     parts: Mapping[torch.Size, tuple[torch.Size, Callable[[], Tensor]]]
-    """By offsets: the sizes of a box, and what makes its tensor, when it is asked for."""
+    """By offsets: the sizes of a box, and a function that makes its tensor, when it is asked for."""
 
     @classmethod
     def whole(cls, tensor: Tensor, *, is_read: bool = False) -> Boxes:
@@ -115,7 +115,7 @@ class Boxes:
         return cls(whole, flat.dtype, parts)
 
     def share(self, name: str, rank: int, ranks: int) -> Boxes:
-        """Those boxes of a tensor that all ranks have which this one writes, so that none plans what others write."""
+        """Those boxes of a tensor that all ranks have which this one writes, so that none plans the boxes of others."""
         first = zlib.crc32(name.encode())
         parts = {key: part for number, (key, part) in enumerate(self.parts.items()) if (first + number) % ranks == rank}
         return replace(self, parts=parts)
@@ -207,22 +207,21 @@ class Folder:
         self._reader = FileSystemReader(folder)
         self._metadata = self._reader.read_metadata()
         self.found: dict[str, Any] = self._metadata.state_dict_metadata
-        """What it has, by name."""
+        """Its entries, by name."""
 
     def is_pickled(self, name: str) -> bool:
         """Whether it is not a tensor."""
         return isinstance(self.found[name], BytesStorageMetadata)
 
-    def empty(self, name: str) -> Tensor:
-        """A tensor in CPU memory for all of the one that was saved."""
-        found = self.found[name]
-        return torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
-
-    def read(self, wanted: Mapping[str, Boxes | None]) -> dict[str, Any]:
-        """Read into the boxes, and return the values of the names that are given ``None``."""
-        given: dict[str, Any] = dict(wanted)
+    def read(self, name: str, boxes: Boxes | None = None) -> Any:
+        """Read an entry, or of a tensor these ``boxes``, into which its elements go."""
+        found, value = self.found[name], None
+        if boxes is None and not self.is_pickled(name):
+            value = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
+            boxes = Boxes.whole(value, is_read=True)
+        given: dict[str, Any] = {name: boxes}
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(given, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return {name: given[name] for name, boxes in wanted.items() if boxes is None}
+        return given[name] if value is None else value

@@ -1,6 +1,5 @@
 """Chains, local SGD and ZeRO in the frameworks that people already train with.
 
 Each module needs its framework and is imported by name: ``overlap.integrations.lightning``, ``.accelerate``,
-``.transformers`` and ``.torchft``. ``docs/integrations.md`` shows how to use them, and which results
-equal the framework without ``overlap``.
+``.transformers`` and ``.torchft``. ``docs/integrations.md`` shows how to use them.
 """

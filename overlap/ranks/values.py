@@ -15,28 +15,22 @@ from overlap._checks import PLAIN_TYPES
 from overlap.errors import ConfigurationError
 from overlap.ranks.board import failures_explained
 
-# In a skeleton: a whole number, which is sent and saved as a tensor, so that the skeletons of ranks are alike.
-_NUMBER = torch.device("meta")
 # Tensors begin at multiples of this in the bytes of a value, so that each may be viewed in its dtype.
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor, or a whole number, whose bytes are elsewhere."""
+    """A tensor whose bytes are elsewhere."""
 
     start: int
     """Where it begins in the bytes of the value that it is in."""
     shape: torch.Size
     dtype: torch.dtype
-    is_number: bool
 
     @property
     def end(self) -> int:
         return self.start + self.shape.numel() * self.dtype.itemsize
-
-    def value(self, tensor: Tensor) -> Any:
-        return int(tensor.item()) if self.is_number else tensor
 
 
 _PLAIN = (*PLAIN_TYPES, torch.dtype, torch.device, torch.Size, Leaf)
@@ -74,11 +68,10 @@ def split(value: Any, where: str = "state_dict()") -> tuple[Any, list[Tensor]]:
     leaves: list[Tensor] = []
 
     def leaf(one: Any) -> Any:
-        is_number = type(one) is int and -(2**63) <= one < 2**63
-        if not is_number and not isinstance(one, Tensor):
+        if not isinstance(one, Tensor):
             return one
-        leaves.append(torch.tensor(one, device="cpu") if is_number else one.detach())
-        return _NUMBER if is_number else torch.empty(one.shape, dtype=one.dtype, device="meta")
+        leaves.append(one.detach())
+        return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
     return mapped(value, leaf, where), leaves
 
@@ -88,20 +81,18 @@ def laid_out(skeleton: Any) -> tuple[Any, list[Leaf]]:
     leaves: list[Leaf] = []
 
     def leaf(one: Any) -> Any:
-        if not isinstance(one, Tensor) and one != _NUMBER:
+        if not isinstance(one, Tensor):
             return one
         start = -(-(leaves[-1].end if leaves else 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if isinstance(one, Tensor):
-            leaves.append(Leaf(start, one.shape, one.dtype, is_number=False))
-        else:
-            leaves.append(Leaf(start, torch.Size(), torch.int64, is_number=True))
+        leaves.append(Leaf(start, one.shape, one.dtype))
         return leaves[-1]
 
     return mapped(skeleton, leaf), leaves
 
 
 def filled(laid: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
-    return mapped(laid, lambda one: one.value(tensor_of(one)) if isinstance(one, Leaf) else one)
+    """A value that was laid out, with its tensors."""
+    return mapped(laid, lambda one: tensor_of(one) if isinstance(one, Leaf) else one)
 
 
 def send(value: Any, to: int, group: dist.ProcessGroup) -> None:

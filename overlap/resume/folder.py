@@ -5,14 +5,14 @@
 ``torch.distributed.checkpoint`` writes it, under the names of PyTorch's own ``get_state_dict``, so that plain
 optimizers and FSDP2 read it, and it may be theirs:
 
-- ``model.<name>`` and ``optim.state.<name>.<key>``, which ranks have in common by declaration: what DDP keeps the same,
-  and the state of optimizers of parameters that it keeps the same. What several ranks have is written once. Of a
+- ``model.<name>`` and ``optim.state.<name>.<key>``, which ranks have in common by declaration: values that DDP keeps
+  the same, and the state of optimizers of parameters that it keeps the same. One rank writes each of them. Of a
   ``ZeroRedundancyOptimizer`` each rank writes boxes of the parameter's own shape, so the file depends on no cut.
-- ``overlap.bytes.<rank>.<part>``, what is a rank's own, flat. The parts are the memory of stages, parameters and
-  buffers that DDP does not keep the same, optimizers of ranks that train apart, and what the loop adds; of the latter
-  ``all`` is in the place of the rank where all ranks have it alike. ``overlap.skeleton.<rank>.<part>`` has its nested
-  values with tensors on the device "meta"; where the skeletons of all ranks are the same, once, for ``all``.
-- ``overlap.manifest``: what the rest means.
+- ``overlap.bytes.<rank>``, a rank's own state, flat. Its parts are the memory of stages, parameters and buffers that
+  DDP does not keep the same, optimizers of ranks that train apart, and the objects and values of the loop; those of the
+  latter that all ranks have alike are in ``overlap.bytes.all``.
+- ``overlap.skeleton.<rank>``, its nested values, by part, with tensors on the device "meta".
+- ``overlap.manifest``: how to read the rest.
 
 A rank has one box at a time in memory beside its state. ``.metadata`` is written last.
 """
@@ -22,40 +22,38 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from hashlib import sha256
-from itertools import accumulate, pairwise
+from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp, check_flag, digest, short_repr
+from overlap._checks import check_ddp, check_flag, short_repr
 from overlap._torch.c10d import side_group
+from overlap._torch.checkpoint import Boxes, Folder, write
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.hooks.stage import redistributed
 from overlap.hooks.states import StatesOfRanks, uncopied
 from overlap.join.context import refuse_once_joined
 from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
-from overlap.optim.zero.checkpoint import entries_of, in_memory_order
-from overlap.optim.zero.shards import options_of
+from overlap.optim.zero.checkpoint import entries_of, in_memory_order, numbered
+from overlap.optim.zero.shards import Shard, options_of
 from overlap.optim.zero.state import is_per_element
 from overlap.ranks.board import Agreement, failures_explained
 from overlap.ranks.values import Leaf, filled, laid_out, mapped, snapshot, split
-from overlap.resume.state import VERSION, Optim, Run
-from overlap.resume.train_state import states_in
-
-if TYPE_CHECKING:
-    from overlap._torch.checkpoint import Boxes, Folder
+from overlap.resume.state import VERSION, Optim, RankState, class_of
+from overlap.resume.train_state import state_in
 
 _MANIFEST = "overlap.manifest"
 _SKELETON = "overlap.skeleton."
@@ -79,21 +77,21 @@ def save(
 ) -> Future[None] | None:
     """Save all that the ranks of a run need to resume into one folder; call it on every rank, after ``step()``.
 
-    It has what :func:`state_dict` has, and ``loop``. Any number of ranks can :func:`load` it, and PyTorch's own calls
-    read the model and the optimizers. A save that was interrupted is refused by :func:`load`.
+    It has the contents of :func:`state_dict`, and ``loop``. Any number of ranks can :func:`load` it, and PyTorch's own
+    calls read the model and the optimizers. A save that was interrupted is refused by :func:`load`.
 
     Args:
         folder: of this save alone, on a file system that all ranks share.
         ddp: the model.
         optim: the optimizer of the training loop, or a list of all where it has several; ``None`` saves none.
         wait: return when all is written. If ``False``, copy everything to CPU memory and write it in a thread.
-        **loop: what the loop adds: objects with a ``state_dict`` and a ``load_state_dict``, such as schedulers, a
+        **loop: objects of the training loop with a ``state_dict`` and a ``load_state_dict``, such as schedulers, a
             ``GradScaler`` or a ``StatefulDataLoader``; numbers, texts and tensors. Each rank saves its own.
 
     Returns:
         With ``wait=False`` a future of the write. The next save waits for it.
 
-    Communication: one agreement; plans of what each rank writes are gathered on rank 0, over a Gloo group.
+    Communication: one agreement; the plan of each rank is gathered on rank 0, over a Gloo group.
 
     Raises:
         ConfigurationError: ``folder`` has a checkpoint already, or as for :func:`state_dict`. Nothing was written.
@@ -105,8 +103,6 @@ def save(
     >>> from tempfile import mkdtemp
     >>> overlap.save(mkdtemp(), ddp, optim, step=1)
     """
-    from overlap._torch.checkpoint import write  # Its imports take long.
-
     path, group = Path(folder), check_ddp(ddp).process_group
     with Agreement(group, "save a run") as agreement:
         refuse_once_joined(group, "overlap.save()")
@@ -118,17 +114,17 @@ def save(
                 f"{path} has a checkpoint already, and one that is written over it and interrupted would mix both: "
                 "give each save a folder of its own, such as f'runs/1/{step:06}'"
             )
-        saved = _Saved(Run(ddp, optim, "save"), loop, is_copied=not wait)
-        items = saved.items(agreement.agree(saved.told, _decide))
-    writing = partial(_write, write, items, path, side_group(group))
+        saved = _Saved(RankState(ddp, optim, "save"), loop, is_copied=not wait)
+        items = saved.entries(agreement.agree(saved.digests, _are_same))
     if wait:
-        return writing()
-    _pending[group] = future = _writing.submit(writing)
+        _write(items, path, side_group(group))
+        return None
+    _pending[group] = future = _writing.submit(_write, items, path, side_group(group))
     return future
 
 
 def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim = None, **loop: Any) -> dict[str, Any]:
-    """Load what :func:`save` has written, on any number of ranks; call it on every rank, after stages are registered.
+    """Load a folder of :func:`save`, on any number of ranks; call it on every rank, after stages are registered.
 
     Everything is read and compared before anything is changed; docs/resuming.md says how each part comes to another
     number of ranks. It also loads a :class:`TrainState` that ``torch.distributed.checkpoint`` has saved, and a folder
@@ -153,27 +149,23 @@ def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim
         TrainingLoopError: between backward and ``step()``, where the update was made in backward.
         PeerError: another rank has raised one of these.
 
-    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
-    >>> chain(PowerSGD(rank=1), Step(optim)).register(ddp)
-    <chain(PowerSGD(rank=1), Step(SGD, interleaved)) registered>
-    >>> from tempfile import mkdtemp
-    >>> folder = mkdtemp()
+    >>> optim = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     >>> scheduler = torch.optim.lr_scheduler.StepLR(optim, 10)
-    >>> overlap.save(folder, ddp, optim, scheduler=scheduler, epoch=3)
+    >>> from tempfile import mkdtemp
+    >>> overlap.save(folder := mkdtemp(), ddp, optim, scheduler=scheduler, epoch=3)
     >>> overlap.load(folder, ddp, optim, scheduler=scheduler)
     {'epoch': 3}
     """
     group = check_ddp(ddp).process_group
     with Agreement(group, "load a run") as agreement, contextlib.ExitStack() as undone, uncopied():
         refuse_once_joined(group, "overlap.load()")
-        run = Run(ddp, optim, "load")
+        run = RankState(ddp, optim, "load")
         saved = _Found(Path(folder), run)
         state = saved.state()
         run.check(state)
-        saved.fill()
         values = saved.loop(loop)
         for target, its in saved.risky(state, loop):
-            # What may refuse its state is loaded before ranks agree, and gets its own back where one does.
+            # Objects that may refuse a state are loaded before ranks agree, and get their own back where one does.
             undone.callback(target.load_state_dict, copy.deepcopy(target.state_dict()))
             target.load_state_dict(its)
         agreement.agree()
@@ -182,9 +174,7 @@ def load(folder: str | PathLike[str], ddp: DistributedDataParallel, optim: Optim
     return values
 
 
-def _write(write: Callable[..., None], items: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-
+def _write(items: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
     try:
         with failures_explained():
             write(items, str(path), group)
@@ -193,21 +183,14 @@ def _write(write: Callable[..., None], items: dict[str, Any], path: Path, group:
         raise CollectiveError(f"{path} was not written, and is no checkpoint: {first}") from error
 
 
-class _Part:
-    """A part of what is a rank's own: its skeleton, and its tensors as one of bytes, made where it is sliced."""
+class _Bytes:
+    """Tensors one after another as a tensor of bytes, which is made where it is sliced."""
 
     dtype = torch.uint8
 
-    def __init__(self, value: Any, where: str, *, is_compared: bool) -> None:
-        self.skeleton, tensors = split(value, where)
-        _, leaves = laid_out(self.skeleton)
+    def __init__(self, leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> None:
         self._numel = leaves[-1].end if leaves else 0
-        self._filled = [(leaf.start, one) for leaf, one in zip(leaves, tensors, strict=True) if one.numel()]
-        content = sha256(repr(self.skeleton).encode())
-        for _, one in self._filled if is_compared else ():
-            content.update(_bytes_of(one.cpu()).numpy().data)
-        self.told = digest(self.skeleton), content.hexdigest() if is_compared else None
-        """To rank 0: digests of the skeleton, and of all."""
+        self._placed = [(leaf.start, one) for leaf, one in zip(leaves, tensors, strict=True) if one.numel()]
 
     def numel(self) -> int:
         return self._numel
@@ -215,9 +198,7 @@ class _Part:
     def __getitem__(self, elements: slice) -> Tensor:
         start, end = elements.start, elements.stop
         made = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
-        for begin, tensor in self._filled[max(0, bisect_right(self._filled, start, key=lambda one: one[0]) - 1) :]:
-            if begin >= end:
-                break
+        for begin, tensor in self._placed:
             first, last = max(start, begin), min(end, begin + tensor.nbytes)
             if first < last:
                 made[first - start : last - start] = _bytes_of(tensor)[first - begin : last - begin]
@@ -228,22 +209,17 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _decide(of_ranks: list[dict[str, tuple[str, str | None]]]) -> dict[str, str]:
-    """Of each part whether ranks have it the same, have its skeleton alike, or have their own, as they have told."""
-    decided: dict[str, str] = {}
-    for part in sorted({part for one in of_ranks for part in one}):
-        skeletons, contents = (
-            set(found) for found in zip(*(one.get(part, (None, None)) for one in of_ranks), strict=True)
-        )
-        is_same = len(contents) == 1 and None not in contents
-        decided[part] = "same" if is_same else "alike" if len(skeletons) == 1 else "own"
-    return decided
+def _are_same(of_ranks: list[dict[str, str | None]]) -> dict[str, bool]:
+    """Of each part, by the digests of all ranks, whether they have it the same; of one without a digest they have
+    not."""
+    digests = {part: {one.get(part) for one in of_ranks} for part in sorted({part for one in of_ranks for part in one})}
+    return {part: len(found) == 1 and None not in found for part, found in digests.items()}
 
 
 class _Saved:
-    """What this rank saves of ``run``."""
+    """The entries of a folder that this rank of ``run`` writes."""
 
-    def __init__(self, run: Run, loop: Mapping[str, Any], *, is_copied: bool) -> None:
+    def __init__(self, run: RankState, loop: Mapping[str, Any], *, is_copied: bool) -> None:
         self._run = run
         self._objects = [name for name, value in loop.items() if hasattr(value, "state_dict")]
         added = {name: value.state_dict() if name in self._objects else value for name, value in loop.items()}
@@ -268,39 +244,40 @@ class _Saved:
             else:
                 record |= self._put_optimizer(place, its)
             self._records.append(record)
-        self._parts = {
-            name: _Part(value, _where(name), is_compared=name == "apart" or name.startswith(_LOOP))
-            for name, value in own.items()
-            if name.startswith(_LOOP) or value
-        }
-        self.told = {name: part.told for name, part in self._parts.items()}
-        """Of each part, to rank 0."""
+        self._own = {part: value for part, value in own.items() if part.startswith(_LOOP) or value}
+        self.digests: dict[str, str | None] = {}
+        """Of the parts of this rank's own state; ``None`` for one that ranks need not compare."""
+        for part, value in self._own.items():
+            skeleton, tensors = split(value, _where(part))  # Raises, before any rank writes.
+            content = sha256(repr(skeleton).encode())
+            is_compared = part == "apart" or part.startswith(_LOOP)
+            for one in tensors if is_compared else ():
+                content.update(_bytes_of(one.cpu()).numpy().data)
+            self.digests[part] = content.hexdigest() if is_compared else None
 
-    def items(self, decided: dict[str, str]) -> dict[str, Any]:
-        """What this rank writes, by name in the folder, where ranks have ``decided`` of parts; of what several have,
-        one of them."""
+    def entries(self, are_same: dict[str, bool]) -> dict[str, Any]:
+        """They, by name, where ranks have the parts that ``are_same``; one rank writes an entry that several have."""
         items, run = self._items, self._run
-        if decided.get("apart") == "same":
-            del decided["apart"]  # Ranks have one model, as those that do not train apart.
-        elif "apart" in decided:
+        if are_same.get("apart"):
+            del are_same["apart"]  # Ranks have one model, as those that do not train apart.
+        elif "apart" in are_same:
             items = {name: value for name, value in items.items() if not name.startswith(_MODEL)}
-        for name, kind in decided.items():
-            if (part := self._parts.get(name)) is None:
+        for who, is_same in ((_ALL, True), (run.rank, False)):
+            if not (own := {part: value for part, value in self._own.items() if are_same.get(part) is is_same}):
                 continue
-            boxes = _boxes().chunk(part, (part.numel(),), (1,), 0)
-            if kind == "same":
-                items[f"{_BYTES}{_ALL}.{name}"] = boxes.share(name, run.rank, run.ranks)
-            else:
-                items[f"{_BYTES}{run.rank}.{name}"] = boxes
-            if kind == "own" or run.rank == 0:
-                items[f"{_SKELETON}{run.rank if kind == 'own' else _ALL}.{name}"] = [part.skeleton]
+            skeleton, tensors = split(own)
+            flat = _Bytes(laid_out(skeleton)[1], tensors)
+            boxes = Boxes.chunk(flat, (flat.numel(),), (1,), 0)
+            items[f"{_BYTES}{who}"] = boxes.share(_BYTES, run.rank, run.ranks) if is_same else boxes
+            if run.rank == 0 or not is_same:
+                items[f"{_SKELETON}{who}"] = skeleton
         if run.rank == 0:
             items[_MANIFEST] = {
                 "version": VERSION,
                 "ranks": run.ranks,
                 "classes": run.classes,
                 "signature": None if run.stage is None else run.stage.signature,
-                "parts": decided,
+                "parts": are_same,
                 "objects": self._objects,
                 "optimizers": snapshot(self._records),
             }
@@ -309,38 +286,37 @@ class _Saved:
     def _put(self, name: str, value: Any, *, is_shared: bool) -> None:
         """Write ``value``, to which ranks write parts where it ``is_shared``, and which else rank 0 writes."""
         if is_shared and isinstance(value, Tensor):
-            self._items[name] = _boxes().whole(value).share(name, self._run.rank, self._run.ranks)
+            self._items[name] = Boxes.whole(value).share(name, self._run.rank, self._run.ranks)
         elif self._run.rank == 0:
-            self._items[name] = _boxes().whole(value) if isinstance(value, Tensor) else snapshot(value, name)
+            self._items[name] = _written(name, value)
 
     def _put_optimizer(self, place: int, its: Mapping[str, Any]) -> dict[str, Any]:
-        """By the names of its parameters; returns what belongs to none."""
+        """By the names of its parameters; returns the entries that belong to none."""
         optim, names = self._run.optimizers[place], _names_of(its["parameters"], place)
-        if isinstance(optim, ZeroRedundancyOptimizer):
-            rest, shards = its["own"]["manifest"], optim.sharded_state().shards
-            for index, piece in its["own"]["pieces"].items():
-                shard = shards[index]
-                for key, value in piece["state"].items():
-                    name = f"{_STATE}{names[index]}.{key}"
-                    if is_per_element(value, piece["shape"]):
-                        flat, shape = in_memory_order(value, shard.strides), shard.parameter.shape
-                        self._items[name] = _boxes().chunk(flat, shape, shard.strides, piece["start"])
-                    elif shard.is_whole or shard.rank == 0:  # What is not by element all ranks have alike.
-                        self._items[name] = (
-                            _boxes().whole(value) if isinstance(value, Tensor) else snapshot(value, name)
-                        )
-        else:
-            own = its["state"]
-            rest = {"state": dict(own["state"]), "entries": entries_of(own), "dtypes": None}
-            rest["options"] = [options_of(group) for group in own["param_groups"]]
-            for index, name in enumerate(names):
-                for key, value in rest["state"].pop(index, {}).items():
-                    self._put(f"{_STATE}{name}.{key}", value, is_shared=True)
-        for options, labels in zip(rest["options"], its["parameters"], strict=True):
-            for key, value in {**options, "params": labels}.items():
+        shards = optim.sharded_state().shards if isinstance(optim, ZeroRedundancyOptimizer) else None
+        rest = dict(its["state"]["state"])
+        for index, name in enumerate(names):
+            for key, value in rest.pop(index, {}).items():
+                entry = f"{_STATE}{name}.{key}"
+                if shards is None:
+                    self._put(entry, value, is_shared=True)
+                    continue
+                shard, (start, shape) = shards[index], its["places"][index]
+                if is_per_element(value, shape):
+                    flat = in_memory_order(value, shard.strides)
+                    self._items[entry] = Boxes.chunk(flat, shard.parameter.shape, shard.strides, start)
+                elif shard.is_whole or shard.rank == 0:  # Other values are the same on all ranks.
+                    self._items[entry] = _written(entry, value)
+        for group, labels in zip(its["state"]["param_groups"], its["parameters"], strict=True):
+            for key, value in {**options_of(group), "params": labels}.items():
                 self._put(f"{_GROUPS}{self._groups}.{key}", value, is_shared=False)
             self._groups += 1
-        return {key: rest[key] for key in ("state", "entries", "dtypes")}
+        return {"state": rest, "entries": entries_of(its["state"])}
+
+
+def _written(name: str, value: Any) -> Any:
+    """A value of a state as one rank writes all of it."""
+    return Boxes.whole(value) if isinstance(value, Tensor) else snapshot(value, name)
 
 
 class _Lazily(Mapping[Any, Any]):
@@ -362,53 +338,43 @@ class _Lazily(Mapping[Any, Any]):
 
 
 class _Found:
-    """What ``folder`` has for this rank of ``run``."""
+    """The contents of ``folder`` for this rank of ``run``."""
 
-    def __init__(self, folder: Path, run: Run) -> None:
+    def __init__(self, folder: Path, run: RankState) -> None:
         self._path, self._run = folder, run
-        self._folder = self._opened()
-        self._wanted: dict[str, Boxes | None] = {}
-        # Where the values that are not tensors go when they are read.
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        self._folder = self._checked(Folder, str(folder))
         self._manifest: dict[str, Any] = {"ranks": run.ranks, "parts": {}, "objects": (), "optimizers": None}
         if _MANIFEST in self._folder.found:
-            self._manifest = self._read({_MANIFEST: None})[_MANIFEST]
+            self._manifest = self._read(_MANIFEST)
             if self._manifest["version"] != VERSION:
                 raise ConfigurationError(f"{folder} was saved by another version of overlap, in another form")
-        self._parts: Mapping[str, str] = self._manifest["parts"]
+        self._parts: Mapping[str, bool] = self._manifest["parts"]
         self._ranks: int = self._manifest["ranks"]
         self._is_other = self._ranks != run.ranks
         self._laid: dict[str, Any] = {}
 
-    def _opened(self) -> Folder:
-        from overlap._torch.checkpoint import Folder
-
+    def _checked(self, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return Folder(str(self._path))
-        except FileNotFoundError as error:
-            raise ConfigurationError(
-                f"{self._path} has no whole checkpoint: .metadata is missing, which is written last, so there is none, "
-                "or its save was interrupted: load the one before"
-            ) from error
+            return read(*arguments)
         except Exception as error:
-            raise self._damaged(error) from error
+            fault = f"is damaged, load the one before: {type(error).__name__}: {error}"
+            if not (self._path / ".metadata").exists():
+                fault = (
+                    "has no whole checkpoint: .metadata is missing, which is written last, so there is none, or its "
+                    "save was interrupted: load the one before"
+                )
+            raise ConfigurationError(f"{self._path} {fault}") from error
 
-    def _read(self, wanted: Mapping[str, Boxes | None]) -> dict[str, Any]:
-        try:
-            return self._folder.read(wanted)
-        except Exception as error:
-            raise self._damaged(error) from error
-
-    def _damaged(self, error: Exception) -> ConfigurationError:
-        return ConfigurationError(f"{self._path} is damaged, load the one before: {type(error).__name__}: {error}")
+    def _read(self, name: str, boxes: Boxes | None = None) -> Any:
+        """An entry, or into ``boxes`` a part of it."""
+        return self._checked(self._folder.read, name, boxes)
 
     def state(self) -> dict[str, Any]:
-        """As :func:`overlap.state_dict` on this rank, but for what :meth:`fill` reads."""
+        """As :func:`overlap.state_dict` on this rank."""
         run = self._run
-        pickled = [name for name in self._folder.found if self._folder.is_pickled(name) and not self._parts]
-        if (states := states_in(pickled, lambda name: self._read({name: None})[name], run)) is not None:
-            is_own = len(states) == 1 and states[0]["ranks"] == run.ranks
-            return dict(states[0] if is_own else run.state_of_rank(states))
+        pickled = [] if self._parts else [name for name in self._folder.found if self._folder.is_pickled(name)]
+        if (state := state_in(pickled, self._read, run)) is not None:
+            return state
         if "apart" in self._parts and self._is_other:
             raise ConfigurationError(
                 f"{self._path} was saved while ranks had different models, by {self._ranks} ranks, and here are "
@@ -418,21 +384,13 @@ class _Found:
         model = {name: value for part in ("model", "apart") for name, value in self._part(part, old).items()}
         for name in self._folder.found:
             if name.startswith(_MODEL) and (plain := name.removeprefix(_MODEL)) not in model:
-                self._want(name, model, plain)
+                model[plain] = self._read(name)
         place = {"version": VERSION, "rank": run.rank, "ranks": run.ranks}
         return {**place, "model": model, "optimizer": optimizers, "stages": self._stages()}
 
-    def fill(self) -> None:
-        """Read the rest of what :meth:`state` returned."""
-        for name, value in self._read(self._wanted).items():
-            values, key = self._places[name]
-            values[key] = value
-
     def loop(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the loop has added. Raises: ConfigurationError: something ``given`` was not saved, or is of a rank."""
-        saved = {
-            name.removeprefix(_LOOP): kind == "same" for name, kind in self._parts.items() if name.startswith(_LOOP)
-        }
+        """The values of the loop. Raises: ConfigurationError: something ``given`` was not saved, or is of a rank."""
+        saved = {part.removeprefix(_LOOP): is_same for part, is_same in self._parts.items() if part.startswith(_LOOP)}
         objects = self._manifest["objects"]
         for name, target in given.items():
             if not hasattr(target, "load_state_dict"):
@@ -453,7 +411,7 @@ class _Found:
         }
 
     def risky(self, state: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """What may still refuse its state, with its state, which it may keep."""
+        """The objects that may still refuse a state, each with its state, which it may keep."""
         run = self._run
         if run.stage is not None and self._manifest.get("signature") != run.stage.signature:
             yield run.stage, state["stages"]["state"]
@@ -463,35 +421,27 @@ class _Found:
         for name, target in given.items():
             yield target, snapshot(self._part(f"{_LOOP}{name}", run.rank))
 
-    def _want(self, name: str, values: dict[str, Any], key: str) -> None:
-        """Have ``values[key]`` read."""
-        values[key] = None if self._folder.is_pickled(name) else self._folder.empty(name)
-        self._places[name] = values, key
-        self._wanted[name] = None if values[key] is None else _boxes().whole(values[key], is_read=True)
-
     # Parts of a rank's own.
 
-    def _name(self, prefix: str, rank: int, part: str) -> str | None:
-        names = (f"{prefix}{who}.{part}" for who in (rank, _ALL))
-        return next((name for name in names if name in self._folder.found), None)
+    def _who(self, part: str, rank: int) -> int | str:
+        return _ALL if self._parts.get(part) else rank
 
     def _laid_out(self, part: str, rank: int) -> Any:
         """A rank's part, to be read."""
-        if (name := self._name(_SKELETON, rank, part)) is None:
-            return {}
+        name = f"{_SKELETON}{self._who(part, rank)}"
         if name not in self._laid:
-            (self._laid[name],), _ = laid_out(self._read({name: None})[name])
-        return self._laid[name]
+            self._laid[name] = laid_out(self._read(name))[0] if name in self._folder.found else {}
+        return self._laid[name].get(part, {})
 
     def _values(self, part: str, rank: int, laid: Any) -> Any:
         """Those of some of a rank's part; tensors are views of one, so who keeps them copies them."""
         leaves: list[Leaf] = []
         mapped(laid, lambda one: leaves.append(one) if isinstance(one, Leaf) else None)
         start, end = (leaves[0].start, leaves[-1].end) if leaves else (0, 0)
-        buffer, name = torch.empty(end - start, dtype=torch.uint8, device="cpu"), self._name(_BYTES, rank, part)
-        if name is not None and end > start:
+        buffer, name = torch.empty(end - start, dtype=torch.uint8, device="cpu"), f"{_BYTES}{self._who(part, rank)}"
+        if end > start:
             shape = self._folder.found[name].size
-            self._read({name: _boxes().chunk(buffer, shape, (1,), start, is_read=True)})
+            self._read(name, Boxes.chunk(buffer, shape, (1,), start, is_read=True))
         return filled(
             laid, lambda leaf: buffer[leaf.start - start : leaf.end - start].view(leaf.dtype).view(leaf.shape)
         )
@@ -533,35 +483,29 @@ class _Found:
             if name.startswith(_GROUPS):
                 _, _, number, key = name.split(".", 3)
                 groups += [{} for _ in range(int(number) + 1 - len(groups))]
-                self._want(name, groups[int(number)], key)
-        self.fill()
-        self._wanted.clear()
-        records, here = self._manifest["optimizers"], [len(one.param_groups) for one in run.optimizers]
-        if records is None:  # PyTorch's own.
-            ends = [0, *accumulate(here)]
-            parts = [groups[start:end] for start, end in pairwise([*ends[:-1], max(ends[-1], len(groups))])]
+                groups[int(number)][key] = self._read(name)
+        records = self._manifest["optimizers"]
+        if records is None:  # PyTorch's own, with the groups of all optimizers in their order.
+            labels = iter([group["params"] for group in groups])
             records = [
-                {"class": run.class_of(place), "parameters": [group["params"] for group in part], "is_own": False}
-                for place, part in enumerate(parts)
-                if groups
+                {"class": class_of(one), "parameters": list(islice(labels, len(one.param_groups))), "is_own": False}
+                for one in (run.optimizers if groups else ())
             ]
+            for one in records[-1:]:
+                one["parameters"] += labels  # Which are then refused.
         keys_of = _keys_of(found, {name for n, one in enumerate(records) for name in _names_of(one["parameters"], n)})
-        begun, states = 0, []
+        rest, states = iter(groups), []
         for place, record in enumerate(records):
             state = {key: record[key] for key in ("class", "parameters")}
             if place < len(run.optimizers):
-                if _inner_class(record["class"]) == _inner_class(run.class_of(place)):
-                    state["class"] = run.class_of(place)
-                if record["is_own"]:
-                    part = f"optimizer.{place}"
-                    is_here = not self._is_other
-                    state = snapshot(
-                        self._part(part, run.rank) if is_here else run.redistributed(place, self._of_ranks(part))
-                    )
+                if _inner_class(record["class"]) == _inner_class(here := class_of(run.optimizers[place])):
+                    state["class"] = here
+                if not record["is_own"]:
+                    state |= self._optimizer(place, record, list(islice(rest, len(record["parameters"]))), keys_of)
+                elif self._is_other:
+                    state = snapshot(run.redistributed(place, self._of_ranks(f"optimizer.{place}")))
                 else:
-                    end = begun + len(record["parameters"])
-                    state |= self._optimizer(place, record, groups[begun:end], keys_of)
-                    begun = end
+                    state = snapshot(self._part(f"optimizer.{place}", run.rank))
             states.append(state)
         return states
 
@@ -570,31 +514,25 @@ class _Found:
     ) -> dict[str, Any]:
         """The state of one whose parameters ranks have in common."""
         optim, names = self._run.optimizers[place], _names_of(record["parameters"], place)
-        rest, entries = record.get("state", {}), record.get("entries", {})
-        if not isinstance(optim, ZeroRedundancyOptimizer):
-            state: dict[Any, Any] = {**rest}
-            for index, name in enumerate(names):
-                for key in keys_of.get(name, ()):
-                    self._want(f"{_STATE}{name}.{key}", state.setdefault(index, {}), key)
-            numbers = iter(range(len(names)))
-            numbered = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
-            return {"state": {**entries, "state": state, "param_groups": numbered}}
-        own = optim.sharded_state()
-        manifest = own.manifest(state=rest, entries=entries, groups=groups, dtypes=record.get("dtypes"))
-        pieces = own.pieces({})
+        own = optim.sharded_state() if isinstance(optim, ZeroRedundancyOptimizer) else None
+        states, cut = dict(record.get("state", {})), {} if own is None else own.cut()
         for index, name in enumerate(names):
-            for key in keys_of.get(name, ()) if index in pieces else ():
-                saved, shard, piece = f"{_STATE}{name}.{key}", own.shards[index], pieces[index]
-                found, shape = self._folder.found[saved], shard.parameter.shape
-                if self._folder.is_pickled(saved) or found.size != shape:
-                    self._want(saved, piece["state"], key)
-                    continue
-                flat = torch.empty(math.prod(piece["shape"]), dtype=found.properties.dtype, device="cpu")
-                piece["state"][key] = shard.shaped(flat)
-                self._wanted[saved] = _boxes().chunk(
-                    flat, shape, shard.parameter.stride(), piece["start"], is_read=True
-                )
-        return {"own": {"manifest": manifest, "pieces": pieces}}
+            for key in keys_of.get(name, ()) if own is None or index in cut["places"] else ():
+                entry = f"{_STATE}{name}.{key}"
+                chunk = () if own is None else (own.shards[index], *cut["places"][index])
+                states.setdefault(index, {})[key] = self._chunk(entry, *chunk) if chunk else self._read(entry)
+        whole = {**record.get("entries", {}), "state": states, "param_groups": numbered(groups)}
+        return {**cut, "state": whole}
+
+    def _chunk(self, name: str, shard: Shard, start: int, shape: Sequence[int]) -> Any:
+        """That of an entry which has one value per element; all of another."""
+        found, whole = self._folder.found[name], shard.parameter
+        if self._folder.is_pickled(name) or found.size != whole.shape:
+            return self._read(name)
+        flat = torch.empty(math.prod(shape), dtype=found.properties.dtype, device="cpu")
+        boxes = Boxes.chunk(flat, whole.shape, whole.stride(), start, is_read=True)
+        self._read(name, boxes)
+        return shard.shaped(flat)
 
 
 def _names_of(labels: Sequence[Sequence[str]], place: int) -> list[str]:
@@ -623,9 +561,3 @@ def _inner_class(text: str) -> str:
 def _where(part: str) -> str:
     """A part in a message."""
     return f"{part.removeprefix(_LOOP)}=..." if part.startswith(_LOOP) else f"state_dict()[{part!r}]"
-
-
-def _boxes() -> type[Boxes]:
-    from overlap._torch.checkpoint import Boxes  # Its imports take long.
-
-    return Boxes

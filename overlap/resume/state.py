@@ -27,13 +27,16 @@ from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, Ze
 from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.optimizer import OptimizerProxy
+from overlap.optim.zero.checkpoint import load_as_saved, of_version_0_1_0
 from overlap.ranks.values import snapshot
 
 OneOptim = Optimizer | FunctionalOptimizer
 Optim = OneOptim | Sequence[OneOptim] | None
 State = Mapping[str, Any]
 
-VERSION = 2
+VERSION = 3
+_FIRST_VERSION = 2
+"""That of version 0.1.0 of the package, whose states load, too."""
 _OF_STAGES = {"version", "rank", "ranks", "stages"}
 _KEYS = {*_OF_STAGES, "model", "optimizer"}
 
@@ -43,7 +46,7 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
 
     It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share) and the state of the
     registered stages; not gradients, schedulers, ``GradScaler``, the position in the data and PyTorch's generators. It
-    is a snapshot in CPU memory that ``torch.load(..., weights_only=True)`` loads. What stages remember is as the last
+    is a snapshot in CPU memory that ``torch.load(..., weights_only=True)`` loads. The memory of stages is as the last
     step has left it; of a chain without an update, which learns of no step, as the last backward has, unless
     ``registration.discard()`` was called.
 
@@ -64,11 +67,11 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
     >>> sorted(overlap.state_dict(ddp, optim))
     ['model', 'optimizer', 'rank', 'ranks', 'stages', 'version']
     """
-    return Run(ddp, optim, "state_dict").state_dict()
+    return RankState(ddp, optim, "state_dict").state_dict()
 
 
 def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | Sequence[State]) -> None:
-    """Load what :func:`state_dict` returned on this rank; call it on every rank, after stages are registered.
+    """Load a state that :func:`state_dict` returned on this rank; call it on every rank, after stages are registered.
 
     Of the list of the states of all ranks it loads this rank's, or its part at another number of ranks, as
     docs/resuming.md describes. Everything is compared by name before anything is changed. A plain optimizer's state
@@ -92,14 +95,14 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: State | S
     >>> state = overlap.state_dict(ddp, optim)
     >>> overlap.load_state_dict(ddp, optim, state)  # in a new process, after the same registration
     """
-    run = Run(ddp, optim, "load_state_dict")
+    run = RankState(ddp, optim, "load_state_dict")
     run.load_state_dict(run.state_of_rank(state) if isinstance(state, Sequence) else state)
 
 
-class Run:
-    """A model in DDP, its optimizers, and what is registered with it; arguments as of :func:`state_dict`.
+class RankState:
+    """The state of this rank: of a model in DDP, its optimizers and its registered stages.
 
-    ``function`` is what the user has called, for messages.
+    Arguments are those of :func:`state_dict`, and the name of the function that the user has called, for messages.
     """
 
     def __init__(self, ddp: DistributedDataParallel, optim: Optim, function: str) -> None:
@@ -128,7 +131,7 @@ class Run:
                     f"give a list of all, {function}(ddp, [first, second])"
                 )
 
-    # What ranks have in common, by declaration.
+    # Values that ranks have in common, by declaration.
 
     @property
     def trains_apart(self) -> bool:
@@ -148,10 +151,6 @@ class Run:
         names = [name for labels in self._labels_of(optim) for name in labels]
         is_divided = isinstance(optim, ZeroRedundancyOptimizer)
         return self.trains_apart or not (is_divided or all(map(self.has_common, names)))
-
-    def class_of(self, place: int) -> str:
-        """The class of an optimizer, by its place, as it is saved."""
-        return _class_of(self.optimizers[place])
 
     def state_dict(self, *, stages_only: bool = False) -> dict[str, Any]:
         """As :func:`state_dict`; with ``stages_only`` without the model and the optimizers."""
@@ -176,9 +175,9 @@ class Run:
         return state
 
     def _state_of(self, optim: Any) -> dict[str, Any]:
-        state: dict[str, Any] = {"class": _class_of(optim), "parameters": self._labels_of(optim)}
+        state: dict[str, Any] = {"class": class_of(optim), "parameters": self._labels_of(optim)}
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**state, "own": optim.sharded_state().own()}
+            return {**state, **optim.sharded_state().own()}
         own = dict(optim.state_dict())
         if isinstance(optim, LocalSGD):  # Its stages are saved with the model's.
             own["local_sgd"] = {key: value for key, value in own["local_sgd"].items() if key != "stages"}
@@ -186,6 +185,7 @@ class Run:
 
     def load_state_dict(self, state: State, *, stages_only: bool = False) -> None:
         """Load a state of this rank, as :func:`load_state_dict`; with ``stages_only`` that of the stages."""
+        state = self.upgraded(state)
         self.check(state, stages_only=stages_only)
         # Optimizers keep the tensors that they load, and change them in place.
         self.load_checked({**state, "optimizer": copy.deepcopy(state.get("optimizer", ()))})
@@ -199,20 +199,20 @@ class Run:
                 f"{self.ranks}: each rank loads its own, or, if the number of ranks has changed, the list of all"
             )
         self._check_stages(state)
-        if not stages_only:
-            here = self._ddp.module.state_dict()
-            self._check(state, {plain_name(name): value for name, value in here.items()})
+        if "model" in state:
+            self._check_model(state["model"])
+            self._check_optimizers(state["optimizer"])
+            for optim, saved in zip(self.optimizers, state["optimizer"], strict=True):
+                if isinstance(optim, ZeroRedundancyOptimizer):
+                    optim.sharded_state().check(saved)
         for lifecycle in self._lifecycles:
             lifecycle.check(Event.LOAD)
 
     @torch.no_grad()
+    @uncopied()
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load a state that has passed :meth:`check`, part by part, each of which is then removed from it."""
         self._wait()
-        with uncopied():
-            self._load(state)
-
-    def _load(self, state: dict[str, Any]) -> None:
         stages, model, optimizers = (state.pop(key, None) for key in ("stages", "model", "optimizer"))
         if self.stage is not None:
             self.stage.load_state_dict(stages["state"])
@@ -224,13 +224,12 @@ class Run:
         for optim, saved in zip(self.optimizers, optimizers or (), strict=False):
             if isinstance(optim, ZeroRedundancyOptimizer):
                 optim.prepare_to_load()
-                optim.sharded_state().load(saved["own"])
+                optim.sharded_state().load(saved)
             else:
-                _load_in_saved_dtypes(optim, saved["state"])
+                load_as_saved(optim, saved["state"])
 
-    def _check(self, state: State, here: State) -> None:
-        """Raises: ConfigurationError: ``state`` is not of this model, whose own is ``here``, or these optimizers."""
-        saved = state["model"]
+    def _check_model(self, saved: State) -> None:
+        here = {plain_name(name): value for name, value in self._ddp.module.state_dict().items()}
         if set(here) != set(saved):
             raise ConfigurationError(f"the state is another model's, which {_difference(saved, here)}")
         for name, value in here.items():
@@ -239,10 +238,6 @@ class Run:
                     f"the state is another model's: {name} is {tuple(saved[name].shape)} {saved[name].dtype} in it, "
                     f"and {tuple(value.shape)} {value.dtype} here"
                 )
-        self._check_optimizers(state["optimizer"])
-        for optim, of_one in zip(self.optimizers, state["optimizer"], strict=True):
-            if isinstance(optim, ZeroRedundancyOptimizer):
-                optim.sharded_state().check(of_one["own"])
 
     def _check_stages(self, state: State) -> None:
         then = state["stages"] and state["stages"]["classes"]
@@ -260,9 +255,9 @@ class Run:
                 f"{len(self.optimizers)}"
             )
         for optim, state in zip(self.optimizers, states, strict=True):
-            if state["class"] != _class_of(optim):
+            if state["class"] != class_of(optim):
                 raise ConfigurationError(
-                    f"the state is of an optimizer of class {state['class']}, but this one is a {_class_of(optim)}: "
+                    f"the state is of an optimizer of class {state['class']}, but this one is a {class_of(optim)}: "
                     "give optimizers in the order in which they were saved"
                 )
             saved, here = state["parameters"], self._labels_of(optim)
@@ -293,7 +288,7 @@ class Run:
     def state_of_rank(self, states: Sequence[State]) -> State:
         """This rank's of the states of all ranks, whatever their number was; parts that all lack are left out.
 
-        Parameters are the same on all old ranks. Of what differs, buffers and the state of a plain optimizer, the inner
+        Parameters are the same on all old ranks. Buffers that differ and the state of a plain optimizer, the inner
         one of a ``LocalSGD`` too, are those of old rank ``r`` modulo their number; that of a
         ``ZeroRedundancyOptimizer`` is put together; stages have rules of their own, :meth:`Stage.redistribute`.
 
@@ -312,9 +307,14 @@ class Run:
         olds = sorted(states, key=lambda state: int(state["rank"]))
         if len(olds) == self.ranks:
             return olds[self.rank]
+        if any(old["version"] != VERSION for old in olds):
+            raise ConfigurationError(
+                f"version 0.1.0 has saved this, and it loads on {len(olds)} ranks alone: load it there, and save again"
+            )
         for old in olds:
             self._check_stages(old)
-            if "optimizer" in old:
+            if "model" in old:
+                self._check_model(old["model"])
                 self._check_optimizers(old["optimizer"])
         base = {**olds[self.rank % len(olds)], "rank": self.rank, "ranks": self.ranks}
         if self.stage is not None:
@@ -334,19 +334,35 @@ class Run:
                     )
         return base
 
+    def upgraded(self, state: State) -> State:
+        """A state of this rank in the form of this version."""
+        _check_keys(state, _OF_STAGES)
+        if state["version"] == VERSION or (state["rank"], state["ranks"]) != (self.rank, self.ranks):
+            return state
+        made = {**state, "version": VERSION}
+        if "optimizer" in state:
+            self._check_model(state["model"])
+            self._check_optimizers(state["optimizer"])
+            made["optimizer"] = [
+                {**one, **optim.sharded_state().merged([of_version_0_1_0(one["own"])])} if "own" in one else one
+                for optim, one in zip(self.optimizers, state["optimizer"], strict=True)
+            ]
+        return made
+
     def redistributed(self, place: int, states: Sequence[State]) -> State:
         """The state of an optimizer, by its place, from those of all old ranks."""
         optim, base = self.optimizers[place], states[self.rank % len(states)]
         if isinstance(optim, ZeroRedundancyOptimizer):
-            return {**base, "own": optim.sharded_state().merged([one["own"] for one in states])}
+            return {**base, **optim.sharded_state().merged(states)}
         if isinstance(optim, LocalSGD):
             return {**base, "state": LocalSGD.redistribute(under(states, "state"), rank=self.rank, ranks=self.ranks)}
         return dict(base)
 
 
-def _check_keys(state: object, least: Collection[str]) -> None:
+def _check_keys(state: Any, least: Collection[str]) -> None:
     """Raises: ConfigurationError: ``state`` is no state of this version, or lacks one of these keys."""
-    if not isinstance(state, Mapping) or not set(least) <= set(state) <= _KEYS or state["version"] != VERSION:
+    is_one = isinstance(state, Mapping) and set(least) <= set(state) <= _KEYS
+    if not is_one or state["version"] not in (VERSION, _FIRST_VERSION):
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigurationError(
             f"this is not what overlap.state_dict(ddp, optim) returns (version {VERSION}): {found}"
@@ -394,15 +410,15 @@ def _inner_optimizer(optim: object) -> Any:
     return optim
 
 
-def _class_of(optim: Any) -> str:
-    """The class of the optimizer that does the arithmetic, and what divides or averages it."""
+def class_of(optim: Any) -> str:
+    """The class of the optimizer that does the arithmetic, and the one that divides or averages it."""
     if isinstance(optim, ZeroRedundancyOptimizer):
         return f"ZeroRedundancyOptimizer({type(optim.optim).__name__})"
     inner = getattr(optim, "optimizer", None)
     # An OverlappedOptimizer has the same state whether the update is made in backward or after it.
     if isinstance(optim, OptimizerProxy) and not isinstance(optim, OverlappedOptimizer):
-        return f"{type(optim).__name__}({_class_of(inner)})"
-    return _class_of(inner) if isinstance(inner, Optimizer) else type(optim).__name__
+        return f"{type(optim).__name__}({class_of(inner)})"
+    return class_of(inner) if isinstance(inner, Optimizer) else type(optim).__name__
 
 
 def _difference(saved: Collection[str], here: Collection[str]) -> str:
@@ -411,17 +427,3 @@ def _difference(saved: Collection[str], here: Collection[str]) -> str:
         return "has them in another order"
     parts = [f"{verb} {', '.join(names[:3])}" for verb, names in (("lacks", lacks), ("adds", adds)) if names]
     return " and ".join(parts)
-
-
-def _load_in_saved_dtypes(optim: Any, saved: State) -> None:
-    """``optim.load_state_dict``, which casts state to the parameter's dtype, and then the state as it was saved."""
-    optim.load_state_dict(dict(saved))
-    if not {"state", "param_groups"} <= set(saved):
-        return  # A form of the optimizer's own.
-    parameters = [parameter for group in optim.param_groups for parameter in group["params"]]
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    for key, parameter in zip(keys, parameters, strict=True):
-        for name, value in saved["state"].get(key, {}).items():
-            loaded = optim.state[parameter].get(name)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                optim.state[parameter][name] = value.to(loaded.device, copy=True)

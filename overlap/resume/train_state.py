@@ -21,7 +21,7 @@ from overlap.hooks.states import memory_is_saved
 from overlap.optim import ZeroRedundancyOptimizer
 from overlap.ranks.board import Agreement
 from overlap.ranks.values import mapped, receive, send, snapshot, split
-from overlap.resume.state import Optim, Run, stage_of
+from overlap.resume.state import Optim, RankState, stage_of
 
 _KEY = "overlap"
 _COMMON = "common"
@@ -35,7 +35,7 @@ class TrainState:
         dcp.save({"run": overlap.TrainState(ddp, optim), ...}, checkpoint_id=folder)
 
     ``dcp.save``, ``dcp.async_save`` and, on as many ranks as have saved, ``dcp.load`` take it; :func:`overlap.load`
-    loads such a folder on any number. What is the same on all ranks, such as parameters and a plain optimizer, is
+    loads such a folder on any number. State that is the same on all ranks, such as parameters and a plain optimizer, is
     written once. While it is written, a rank's memory rises by its largest part.
 
     Frameworks that save one file save the model and the optimizer of rank 0, and silently lose the state of each rank's
@@ -61,12 +61,12 @@ class TrainState:
         self._ddp, self._optim = check_ddp(ddp), optim
         self._stages_only = check_flag("stages_only", stages_only)
 
-    def _run(self, function: str) -> Run:
-        return Run(self._ddp, self._optim, function)
+    def _run(self, function: str) -> RankState:
+        return RankState(self._ddp, self._optim, function)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank adds to a file of all: one value that all ranks have in common, and one of its own. To be
-        written or copied before the next forward.
+        """The entries of this rank for a file of all: one value that all ranks have in common, and one of its own. They
+        are to be written or copied before the next forward.
 
         Communication: none.
 
@@ -82,10 +82,10 @@ class TrainState:
         :meth:`load_state_dict` takes it on any number of ranks.
 
         Args:
-            parts: what :meth:`rank_state_dict` has returned; what it would return where ``None``.
+            parts: a state that :meth:`rank_state_dict` has returned; the present one where ``None``.
             to: the rank that writes the file.
 
-        Communication: one agreement, and then what is its own from each rank to rank ``to``, a tensor at a time.
+        Communication: one agreement, and then its own state from each rank to rank ``to``, a tensor at a time.
 
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
@@ -93,7 +93,7 @@ class TrainState:
         with Agreement(self._ddp.process_group, "gather the state of a TrainState") as agreement:
             run = self._run("gathered")
             common, own = _divided(run, run.state(stages_only=self._stages_only) if parts is None else parts)
-            split(own)  # What cannot be sent is refused before any rank sends.
+            split(own)  # A value that cannot be sent is refused before any rank sends.
             agreement.agree()
         group = side_group(self._ddp.process_group)
         if run.rank != to:
@@ -104,8 +104,8 @@ class TrainState:
         return {_KEY: [_whole(common, one) for one in each]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's part of what :meth:`state_dict` returned on as many ranks, or of what :meth:`gathered`
-        returned on any number.
+        """Load this rank's part of a value that :meth:`state_dict` returned on as many ranks, or :meth:`gathered` on
+        any number.
 
         Raises:
             ConfigurationError, TrainingLoopError: as :func:`overlap.load_state_dict`.
@@ -129,16 +129,16 @@ class TrainState:
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
-        return Run(self._ddp, self._optim, "state_dict").state_dict(stages_only=self._stages_only)
+        return self._run("state_dict").state_dict(stages_only=self._stages_only)
 
     def load_rank_state_dict(self, parts: Mapping[str, Any]) -> None:
-        """Load what :meth:`rank_state_dict` returned on this rank.
+        """Load a state that :meth:`rank_state_dict` returned on this rank.
 
         Raises:
             ConfigurationError, TrainingLoopError: as :func:`overlap.load_state_dict`.
         """
         if remembers(parts):
-            Run(self._ddp, self._optim, "load_state_dict").load_state_dict(parts, stages_only=self._stages_only)
+            self._run("load_state_dict").load_state_dict(parts, stages_only=self._stages_only)
         else:
             self.forget()  # The framework has loaded all that there is.
 
@@ -152,7 +152,7 @@ class TrainState:
 
 
 def remembers(parts: Mapping[str, Any]) -> bool:
-    """Whether a rank's state has anything in it: the model, the optimizer, or what a stage remembers."""
+    """Whether a rank's state has anything in it: the model, the optimizer, or the memory of a stage."""
     return "model" in parts or "optimizer" in parts or bool((parts["stages"] or {}).get("state"))
 
 
@@ -181,8 +181,8 @@ def _value_of(found: Any) -> Any:
     return found.value if isinstance(found, _Pickled) else found
 
 
-def _divided(run: Run, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all ranks have in common of a rank's ``state``, by declaration, and the rest."""
+def _divided(run: RankState, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The part of a rank's ``state`` that all have in common, by declaration, and the rest."""
     own, common = dict(state), dict[str, Any]()
     if "model" in state and not run.trains_apart:
         # Buffers that DDP broadcasts are those of rank 0, whose value need not be the one that is written.
@@ -216,15 +216,16 @@ def _from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-def states_in(names: Collection[str], read: Callable[[str], Any], run: Run) -> list[dict[str, Any]] | None:
-    """The states of a :class:`TrainState` in a folder with these ``names``, of which ``read`` returns one: of all
-    ranks, or of this one alone where as many have saved; ``None`` where there is none."""
+def state_in(names: Collection[str], read: Callable[[str], Any], run: RankState) -> dict[str, Any] | None:
+    """This rank's part of a :class:`TrainState` in a folder with these ``names``, of which ``read`` returns one;
+    ``None`` where there is none."""
     for name in names:
         if name.rpartition(".")[2] == _KEY:
-            return _of_one_file(read(name))
-        if match := _OWN_NAME.fullmatch(name):
-            prefix, ranks = f"{match[1]}." if match[1] else "", int(match[3])
-            wanted = [run.rank] if ranks == run.ranks else range(ranks)
-            common = read(prefix + _COMMON)
-            return [_whole(common, read(prefix + _OWN.format(rank, ranks))) for rank in wanted]
+            return dict(run.upgraded(run.state_of_rank(_of_one_file(read(name)))))
+    for match in filter(None, map(_OWN_NAME.fullmatch, names)):
+        prefix, ranks = f"{match[1]}." if match[1] else "", int(match[3])
+        wanted = [run.rank] if ranks == run.ranks else range(ranks)
+        common = read(prefix + _COMMON)
+        states = [_whole(common, read(prefix + _OWN.format(rank, ranks))) for rank in wanted]
+        return states[0] if ranks == run.ranks else dict(run.state_of_rank(states))
     return None

@@ -376,8 +376,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "what is another rank's own is read": Mutant(
         "resume/folder.py",
-        "for who in (rank, _ALL))",
-        "for who in (0, _ALL))",
+        "return _ALL if self._parts.get(part) else rank",
+        "return _ALL if self._parts.get(part) else 0",
         "resume/test_folder.py -k loop",
     ),
     "what a refused load has loaded stays": Mutant(

@@ -1,4 +1,4 @@
-"""Three ranks, then two, then four: what each part of a run carries over, through files and DCP.
+"""Three ranks, then two, then four, then one: what each part of a run carries over, through files and DCP.
 
 The rule of each memory is tested beside its stage.
 """
@@ -35,14 +35,16 @@ from overlap import (
 )
 from overlap.hooks import PostLocal, PostLocalSGDState
 
-SIZES = (3, 2, 4)
+SIZES = (3, 2, 4, 1)
 STEPS = 2  # Of each number of ranks.
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def _zero(ddp: Any, *stages: Any, **stage: Any) -> ZeroRedundancyOptimizer:
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
+def _zero(ddp: Any, *stages: Any, master_dtype: Any = None, **stage: Any) -> ZeroRedundancyOptimizer:
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, master_dtype=master_dtype, **ADAMW
+    )
     chain(*stages, ZeroStep(optimizer, **stage)).register(ddp)
     return optimizer
 
@@ -76,7 +78,9 @@ EXACT = "gathered in backward"
 FORMS: dict[str, Callable[[Any], Any]] = {
     EXACT: _zero,
     "Quantize": functools.partial(_step, reducer=lambda: Cast(torch.bfloat16, _feedback())),
+    "PowerSGD": functools.partial(_step, reducer=_powersgd),
     "route": lambda ddp: _zero(ddp, _routed(), gather="forward"),
+    "masters": lambda ddp: _zero(ddp, master_dtype=torch.float32, gather_wire=Int4()),
     "LocalSGD": _local,
 }
 
@@ -156,7 +160,7 @@ def _check_next_step(ddp: Any, zero: ZeroRedundancyOptimizer, step: int) -> None
 
 
 @pytest.mark.timeout(300)
-def test_a_run_continues_with_2_ranks_and_then_with_4(tmp_path: Path) -> None:
+def test_a_run_continues_with_2_ranks_then_with_4_and_then_with_1(tmp_path: Path) -> None:
     for leg, ranks in enumerate(SIZES):
         run_ranks(_leg, ranks, tmp_path, STEPS * leg, timeout_s=120, group_timeout_s=60)
 
@@ -234,6 +238,16 @@ def test_states_that_do_not_belong_together_or_have_no_rule_are_refused_by_name(
         states = states_of(form, steps)
         with pytest.raises(ConfigurationError, match=message):
             overlap.load_state_dict(*_alone(form, groups[rank]), states)
+    # Of another model, whose parameters have the same names and as many elements.
+    ddp = wrap(torch.nn.Linear(16, 16))
+    states = _all_states(ddp, _zero(ddp))
+    flat = torch.nn.Module()
+    flat.weight, flat.bias = torch.nn.Parameter(torch.zeros(256)), torch.nn.Parameter(torch.zeros(16))
+    other = wrap(flat, process_group=groups[rank])
+    zero = ZeroRedundancyOptimizer(other.parameters(), torch.optim.AdamW, groups[rank], **ADAMW)
+    chain(ZeroStep(zero)).register(other)
+    with pytest.raises(ConfigurationError, match=r"another model's: weight is \(16, 16\) .* and \(256,\)"):
+        overlap.load_state_dict(other, zero, states)
 
 
 def _left_out(old: int) -> dict[str, Any]:

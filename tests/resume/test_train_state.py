@@ -72,11 +72,14 @@ def _train(rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
         plain_step(ddp, optimizer, MLP.batch(step, rank), mean_squared_error)
 
 
-def _through_a_file(state: Any) -> Any:
+def _packed(value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _through_a_file(state: Any) -> Any:
+    return torch.load(io.BytesIO(_packed(state)), weights_only=True)
 
 
 def _refused(rank: int, folder: Path) -> None:
@@ -139,6 +142,7 @@ def _between(rank: int, folder: Path) -> None:
 
 def _snapshot(rank: int, folder: Path) -> None:
     ddp, optimizer = _overlapped(rank)
+    next(iter(optimizer.state.values()))["kind"] = "first"  # Which PyTorch loads as a sequence.
     state = overlap.state_dict(ddp, optimizer)
     before = copy.deepcopy(state)
     _train(rank, ddp, optimizer, range(3, 5))
@@ -249,18 +253,13 @@ def _by_dcp(rank: int, folder: Path) -> None:
 def _of_version_0_1_0(rank: int, folder: Path) -> None:
     """The states of all ranks in bytes, which differ or are shared, under one name."""
 
-    def packed(value: Any) -> bytes:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return buffer.getvalue()
-
     ddp, zero = _zero(rank)
     own = overlap.state_dict(ddp, zero)
     states: list[Any] = [None] * 2
     torch.distributed.all_gather_object(states, own)
-    shared = {key: packed(states[0][key]) for key in ("version", "ranks", "model")}
-    each = [{key: packed(one[key]) for key in one if key not in shared} for one in states]
-    old = {"overlap": packed({"shared": shared, "own": each})}
+    shared = {key: _packed(states[0][key]) for key in ("version", "ranks", "model")}
+    each = [{key: _packed(one[key]) for key in one if key not in shared} for one in states]
+    old = {"overlap": _packed({"shared": shared, "own": each})}
     dcp.save({"run": old}, checkpoint_id=folder / "old")
     for name in ("by TrainState", "by load"):
         resumed, its = _zero(rank, steps=1)
@@ -271,6 +270,73 @@ def _of_version_0_1_0(rank: int, folder: Path) -> None:
         now = overlap.state_dict(resumed, its)
         assert_parity({**now, "model": {}}, {**own, "model": {}}, what=name)
         assert_parity(now["model"], states[0]["model"], what=f"{name}, the model")
+
+
+def _named_pieces_of_version_0_1_0(rank: int, folder: Path) -> None:
+    """Of two ranks, on CPUs: weight and bias have 60 and 3 elements, and chunks begin at multiples of 32 of these."""
+
+    weight, bias = torch.arange(60.0), torch.arange(3.0) - 7
+    steps = {f"{index}/step": torch.tensor(5.0) for index in range(2)}
+    by_element = [
+        {
+            **steps,
+            "0/exp_avg/0:32": weight[:32] / 8,
+            "0/exp_avg_sq/0:32": weight[:32] / 4,
+            "1/exp_avg/0:3": bias,
+            "1/exp_avg_sq/0:3": -bias,
+        },
+        {
+            **steps,
+            "0/exp_avg/32:60": weight[32:] / 8,
+            "0/exp_avg_sq/32:60": weight[32:] / 4,
+            "1/exp_avg/3:3": bias[3:],
+            "1/exp_avg_sq/3:3": bias[3:],
+        },
+    ]
+    by_parameter = [
+        {"0/step": torch.tensor(5.0), "0/exp_avg/0:60": weight / 8, "0/exp_avg_sq/0:60": weight / 4},
+        {"1/step": torch.tensor(5.0), "1/exp_avg/0:3": bias, "1/exp_avg_sq/0:3": -bias},
+    ]
+    manifest = {
+        "state": {},
+        "entries": {},
+        "options": [{"lr": 0.25}],
+        "dtypes": [torch.float32, torch.float32],
+        "strides": [[20, 1], [1]],
+        "groups": [2],
+        "shapes": [[3, 20], [3]],
+    }
+    expected = {
+        0: {"step": torch.tensor(5.0), "exp_avg": weight.view(3, 20) / 8, "exp_avg_sq": weight.view(3, 20) / 4},
+        1: {"step": torch.tensor(5.0), "exp_avg": bias, "exp_avg_sq": -bias},
+    }
+    for partition, pieces in (("element", by_element), ("parameter", by_parameter)):
+        model = {"weight": weight.view(3, 20), "bias": bias}
+        shared = {"version": 2, "ranks": 2, "stages": None, "model": model}
+        optimizers = [
+            {"class": "ZeroRedundancyOptimizer(Adam)", "parameters": [["weight", "bias"]], "own": own}
+            for own in ({"manifest": manifest, **named} for named in pieces)
+        ]
+        each = [
+            {key: _packed(value) for key, value in {"rank": old, "optimizer": [optimizer]}.items()}
+            for old, optimizer in enumerate(optimizers)
+        ]
+        file = {"overlap": _packed({"shared": {key: _packed(value) for key, value in shared.items()}, "own": each})}
+        dcp.save({"run": file}, checkpoint_id=folder / f"pieces by {partition}")
+        for way in ("TrainState", "load", "load_state_dict"):
+            ddp = wrap(nn.Linear(20, 3))
+            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1, partition=partition)
+            if way == "TrainState":
+                overlap.TrainState(ddp, zero).load_state_dict(file)
+            elif way == "load":
+                overlap.load(folder / f"pieces by {partition}", ddp, zero)
+            else:
+                overlap.load_state_dict(ddp, zero, {**shared, "rank": rank, "optimizer": [optimizers[rank]]})
+            zero.consolidate_state_dict(to=None)
+            state = zero.state_dict()
+            assert_parity(state["state"], expected, what=f"by {partition}, {way}")
+            assert_parity(dict(ddp.module.state_dict()), model, what=f"by {partition}, {way}, the model")
+            assert state["param_groups"][0]["lr"] == 0.25
 
 
 def _by_one(folder: Path, states: list[Any]) -> None:
@@ -413,6 +479,7 @@ CELLS: dict[str, Callable[[int, Path], None]] = {
     "one file for all ranks resumes each rank exactly": _one_file,
     "PyTorch's own calls save and load it": _by_dcp,
     "one of version 0.1.0 loads": _of_version_0_1_0,
+    "named pieces of version 0.1.0 load": _named_pieces_of_version_0_1_0,
     "hooks that are registered with DDP are saved or refused": _with_ddp,
     "what cannot be saved is named, and counters are saved before they matter": _kept,
     "the states of two optimizers are saved together": _of_two,

@@ -1,10 +1,10 @@
-"""The state of this rank's chunks as it is saved, in pieces, and the same of other chunks.
+"""The state of this rank's chunks as it is saved, and the same of other chunks.
 
-A *piece* of a parameter has the state of some of its elements, from ``start`` on in the order of its memory, as the
-optimizer of these has it: values of ``shape`` have one value for each element, and others are the same on every rank
-that has them. A rank saves a piece of each parameter that it has a part of, and a manifest of all that belongs to no
-parameter. Pieces are put together to those of another number of ranks, or to the state of whole parameters, as that of
-the plain optimizer. The folder of :func:`overlap.save` has them in boxes of the parameter's own shape.
+A rank saves the form of the plain optimizer's ``state_dict()``, with the values of its chunks in the place of whole
+ones: values of the chunk's shape have one value for each element, and others are the same on every rank that has them.
+Beside it are the *places* of chunks in the memory of their parameters, and the order of that memory. Chunks are put
+together to those of another number of ranks, or to the state of whole parameters, as that of the plain optimizer. The
+folder of :func:`overlap.save` has them in boxes of the parameter's own shape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from overlap._torch.c10d import side_group
 from overlap.errors import ConfigurationError
 from overlap.optim.zero.shards import Range, Shard, copy_options, flatten, options_of
 from overlap.optim.zero.state import check_divisible, is_per_element, tensors_in
-from overlap.ranks.values import receive, send, snapshot, split
+from overlap.ranks.board import Agreement
+from overlap.ranks.values import mapped, receive, send, snapshot, split
 
-Piece = Mapping[str, Any]
+Place = Sequence[Any]
+"""The first element of a chunk in the memory of its parameter, and the chunk's shape."""
 Own = Mapping[str, Any]
-"""A ``manifest``, and ``pieces`` by the places of their parameters."""
+"""The ``state`` of a rank, the ``places`` of its chunks, and the ``strides`` of all parameters, which are known by
+their numbers."""
 
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
+# As version 0.1.0 named the values of a rank: ``3/exp_avg/0:512``, and ``3/step``.
 _NAME = re.compile(r"(?P<index>\d+)/(?P<key>.+?)(?:/(?P<start>\d+):\d+)?")
 _NO_STATE = "has no state yet: save with overlap.save(folder, ddp, zero), and load with overlap.load(folder, ddp, zero)"
 # Of the parameters whose state is gathered at a time.
@@ -51,21 +55,15 @@ class ShardedState:
     """The shard of each parameter, in the groups' order."""
     process_group: dist.ProcessGroup
 
-    @property
-    def _chunks(self) -> list[Tensor]:
-        return [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+    def cut(self) -> dict[str, Any]:
+        """The places of this rank's chunks, and the strides of all parameters."""
+        owned = {index: shard.own for index, shard in enumerate(self.shards) if shard.own is not None}
+        places = {index: (_elements_of(self.shards[index])[0], list(own.shape)) for index, own in owned.items()}
+        return {"places": places, "strides": [list(shard.parameter.stride()) for shard in self.shards]}
 
-    def pieces(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """A piece for each of this rank's chunks, with ``states`` by the places of their parameters."""
-        return {
-            index: {
-                "start": _elements_of(shard)[0],
-                "shape": list(shard.own.shape),
-                "state": dict(states.get(index, {})),
-            }
-            for index, shard in enumerate(self.shards)
-            if shard.own is not None
-        }
+    def _without_values(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The state that belongs to no parameter."""
+        return {key: value for key, value in state.items() if key not in range(len(self.shards))}
 
     # Saving.
 
@@ -75,53 +73,50 @@ class ShardedState:
         Raises:
             UnsupportedError: a value of a parameter that is cut cannot be divided.
         """
-        own, chunks = self.optimizer.state_dict(), self._chunks
-        places, states = {id(chunk): place for place, chunk in enumerate(chunks)}, dict[int, Mapping[str, Any]]()
-        for index, shard in enumerate(self.shards):
-            if shard.own is not None:
-                state = own["state"].get(places[id(shard.own)], {})
-                check_divisible(self.optimizer, shard, state, shard.own.shape)
-                states[index] = {**state, _MASTER: shard.own} if shard.has_master else state
-        manifest = self.manifest(
-            state={key: value for key, value in own["state"].items() if key not in range(len(chunks))},
-            entries=entries_of(own),
-            groups=self.param_groups,
-            dtypes=[shard.dtype for shard in self.shards],
-        )
-        manifest["strides"] = [list(shard.strides) for shard in self.shards]
-        return {"manifest": manifest, "pieces": self.pieces(states)}
+        saved, cut = self.optimizer.state_dict(), self.cut()
+        state = {key: value for key, value in saved["state"].items() if key not in range(len(cut["places"]))}
+        for number, index in enumerate(cut["places"]):  # Chunks are in the order of their parameters.
+            shard, its = self.shards[index], saved["state"].get(number, {})
+            check_divisible(self.optimizer, shard, its, cut["places"][index][1])
+            state[index] = {**its, _MASTER: shard.own} if shard.has_master else its
+        strides = [list(shard.strides) for shard in self.shards]
+        whole = {**entries_of(saved), "state": state, "param_groups": numbered(self.param_groups)}
+        return {**cut, "state": whole, "strides": strides}
 
     def without_values(self) -> dict[str, Any]:
         """The consolidated state of an optimizer that has none of any parameter.
 
-        ``torch.distributed.checkpoint.load`` loads what it finds in a ``state_dict()``, which is nothing; with this
-        entry, which no checkpoint has, it fails.
+        ``torch.distributed.checkpoint.load`` loads the entries that it finds in a ``state_dict()``, here none;
+        with this one, which no checkpoint has, it fails.
         """
-        manifest = self.own()["manifest"]
-        return {"state": dict(manifest["state"]), **manifest["entries"], _NO_STATE: None}
+        saved = self.own()["state"]
+        return {**entries_of(saved), "state": self._without_values(saved["state"]), _NO_STATE: None}
 
-    def check_consolidation(self, own: Own, to: int | None) -> None:
-        """Raises: ConfigurationError: there is no rank ``to``, or a value is neither tensors nor plain values."""
-        ranks = self.process_group.size()
+    def consolidate(self, to: int | None, agreement: Agreement) -> dict[str, Any] | None:
+        """Put the state together in the form of the plain optimizer on rank ``to``, or on all ranks, to which each rank
+        sends its tensors of one block of parameters after another; ``None`` on the other ranks. The groups are left
+        out.
+
+        Raises:
+            ConfigurationError: there is no rank ``to``, or a value is neither tensors nor plain values.
+        """
+        own, rank, ranks = self.own(), self.process_group.rank(), self.process_group.size()
         if to is not None and not 0 <= to < ranks:
             raise ConfigurationError(
                 f"consolidate_state_dict(to={to}): ranks of the group are 0 to {ranks - 1}, and None stands for all"
             )
-        split(own, "zero.state")
-
-    def consolidate(self, own: Own, to: int | None) -> dict[str, Any] | None:
-        """Put the state together in the form of the plain optimizer on rank ``to``, or on all ranks, to which each rank
-        sends its tensors of one block of parameters after another; ``None`` on the other ranks. The groups are left
-        out."""
-        group, rank = side_group(self.process_group), self.process_group.rank()
-        root, others = to or 0, [one for one in range(self.process_group.size()) if one != (to or 0)]
+        state = own["state"]["state"]
+        split(state, "zero.state")
+        agreement.agree()
+        group, root, others = side_group(self.process_group), to or 0, [n for n in range(ranks) if n != (to or 0)]
         ends_bytes = itertools.accumulate(shard.parameter.nbytes for shard in self.shards)
         blocks = itertools.groupby(enumerate(ends_bytes), key=lambda one: one[1] // _BLOCK_BYTES)
         whole: dict[Any, Any] = {}
         for indexes in [[], *([index for index, _ in block] for _, block in blocks)]:
-            # First what belongs to no parameter, and then each block.
-            mine = {index: own["pieces"][index] for index in indexes if index in own["pieces"]}
-            mine = mine if indexes else own["manifest"]
+            # First the state that belongs to no parameter, and then each block.
+            mine: dict[Any, Any] = {n: [own["places"][n], state[n]] for n in indexes if n in own["places"]}
+            if not indexes:
+                mine = {**entries_of(own["state"]), "state": self._without_values(state)}
             if rank != root:
                 send(mine, root, group)
                 whole |= receive(root, group) if to is None else {}
@@ -133,16 +128,16 @@ class ShardedState:
             whole |= found
         if (failure := whole.pop("failure", None)) is not None:
             raise ConfigurationError(failure)
-        rest = {key: whole.pop(key) for key in ("state", "entries") if key in whole}
-        return {**rest["entries"], "state": {**rest["state"], **whole}} if rest else None
+        states = {index: whole.pop(index) for index in range(len(self.shards)) if index in whole}
+        return {**whole, "state": {**whole["state"], **states}} if whole else None
 
-    def _whole(self, indexes: Sequence[int], of_ranks: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-        """The state of whole parameters from the pieces of all ranks; of none, what belongs to no parameter. That is
-        the first rank's, which has something to step, as such state may need."""
+    def _whole(self, indexes: Sequence[int], of_ranks: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+        """The state of whole parameters from the chunks of all ranks; without ``indexes`` the state that belongs to no
+        parameter, of the first rank, which has something to step, as such state may need."""
         if not indexes:
-            return {key: of_ranks[0][key] for key in ("state", "entries")}
+            return of_ranks[0]
         try:
-            states = {n: self._cut([one[n] for one in of_ranks if n in one], n, is_whole=True) for n in indexes}
+            states = {n: self._joined([one[n] for one in of_ranks if n in one], n, is_whole=True) for n in indexes}
         except ConfigurationError as error:  # On all ranks, when nothing more is sent.
             return {"failure": str(error)}
         return {index: state for index, state in states.items() if state}
@@ -153,13 +148,17 @@ class ShardedState:
         Raises:
             ConfigurationError: they are of other parameters, or elements are missing.
         """
-        manifest, every = owns[0]["manifest"], list(map(_pieces_in, owns))
-        self._check_manifest(manifest)
-        states = {n: self._cut([one[n] for one in every if n in one], n) for n in self.pieces({})}
-        return {"manifest": manifest, "pieces": self.pieces(states)}
+        first, cut = owns[0]["state"], self.cut()
+        self._check_strides(owns[0]["strides"])
+        state = self._without_values(first["state"])
+        for index in cut["places"]:
+            chunks = ((own["places"][index], own["state"]["state"][index]) for own in owns if index in own["places"])
+            state[index] = self._joined(chunks, index)
+        return {**cut, "state": {**first, "state": state}}
 
-    def _cut(self, pieces: Iterable[Piece], index: int, *, is_whole: bool = False) -> dict[str, Any]:
-        """The state of this rank's chunk of a parameter, or of the ``is_whole`` parameter, from those of any chunks.
+    def _joined(self, chunks: Iterable[Sequence[Any]], index: int, *, is_whole: bool = False) -> dict[str, Any]:
+        """The state of this rank's chunk of a parameter, or of the ``is_whole`` parameter, from any chunks, each of
+        which is given by its place and its state.
 
         Raises:
             ConfigurationError: elements are missing.
@@ -168,11 +167,10 @@ class ShardedState:
         start, end = _elements_of(shard, is_whole=is_whole)
         # The state of a whole parameter is in the order that its memory had, to be loaded in the order that it has.
         strides, missing = shard.strides if is_whole else shard.parameter.stride(), dict[str, int]()
-        for piece in pieces:
-            begin = piece["start"]
-            first, last = max(start, begin), min(end, begin + math.prod(piece["shape"]))
-            for key, value in piece["state"].items():
-                if not is_per_element(value, piece["shape"]):
+        for (begin, shape), values in chunks:
+            first, last = max(start, begin), min(end, begin + math.prod(shape))
+            for key, value in values.items():
+                if not is_per_element(value, shape):
                     # Pickling or copying a view deeply would take all of its memory.
                     state[key] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
                     continue
@@ -195,54 +193,50 @@ class ShardedState:
 
     def check(self, own: Own) -> None:
         """Raises: ConfigurationError: ``own`` is of other parameters, or of other elements of them."""
-        self._check_manifest(own["manifest"])
-        pieces = self._pieces_here(own)
-        for index, here in self.pieces({}).items():
-            shard, piece = self.shards[index], pieces.get(index, {"start": None, "shape": (), "state": {}})
-            if (piece["start"], list(piece["shape"])) != (here["start"], here["shape"]):
+        self._check_strides(own["strides"])
+        for index, (start, shape) in self.cut()["places"].items():
+            shard, place = self.shards[index], own["places"].get(index, (None, ()))
+            if (place[0], list(place[1])) != (start, shape):
                 raise ConfigurationError(
                     f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that "
                     "was saved: use the same partition, order of parameters, memory format and number of ranks, or the "
                     "states of all ranks"
                 )
-            if (master := piece["state"].get(_MASTER)) is not None and not shard.has_master:
+            state = own["state"]["state"].get(index, {})
+            if (master := state.get(_MASTER)) is not None and not shard.has_master:
                 raise ConfigurationError(
                     f"the state has a copy of {shard.name} in {master.dtype}, from which it was stepped, and this "
                     f"optimizer keeps none: give ZeroRedundancyOptimizer master_dtype={master.dtype}, with parameters "
                     "of the dtype that they had"
                 )
-            check_divisible(self.optimizer, shard, piece["state"], here["shape"])
+            check_divisible(self.optimizer, shard, state, shape)
 
     @torch.no_grad()
     def load(self, own: Own) -> None:
         """Replace the state, masters and hyperparameters of this rank by ``own``, which has passed :meth:`check` and is
         kept, after the model's parameters."""
-        manifest, pieces, chunks = own["manifest"], self._pieces_here(own), self._chunks
-        rest = copy.deepcopy({**manifest["entries"], "state": manifest["state"]})
-        dtypes = manifest["dtypes"] or [None] * len(self.shards)
-        loaded = {**self.optimizer.state_dict(), **rest}
+        saved, loaded = own["state"], self.optimizer.state_dict()
+        states = copy.deepcopy(self._without_values(saved["state"]))
         for shard in self.shards:
             shard.follow()
-        owned = {id(shard.own): (index, shard) for index, shard in enumerate(self.shards) if shard.own is not None}
-        for place, chunk in enumerate(chunks):
-            index, shard = owned[id(chunk)]
-            state = dict(pieces[index]["state"])
-            master = state.pop(_MASTER, None)
+        for number, index in enumerate(self.cut()["places"]):
+            shard, its = self.shards[index], dict(saved["state"].get(index, {}))
+            master, chunk = its.pop(_MASTER, None), shard.own
+            assert chunk is not None, "it has a place"
             if shard.has_master:
                 chunk.copy_(shard.shaped(shard.view) if master is None else master)
-            if state:
-                loaded["state"][place] = state
-        for group, options in zip(loaded["param_groups"], manifest["options"], strict=True):
-            group.update(options)
-        self.optimizer.load_state_dict(loaded)
-        for place, chunk in enumerate(chunks):
-            given, now = loaded["state"].get(place, {}), self.optimizer.state.get(chunk, {})
-            _keep_values(given, now, chunk, is_as_saved=dtypes[owned[id(chunk)][0]] == chunk.dtype)
+            # Moments of a parameter in another dtype are then those of the master.
+            is_as_saved = chunk.dtype == (shard.parameter.dtype if master is None else master.dtype)
+            if its:
+                states[number] = its if is_as_saved else {key: _moment(its[key], key, chunk) for key in its}
+        loaded |= {**copy.deepcopy(entries_of(saved)), "state": states}
+        for group, options in zip(loaded["param_groups"], saved["param_groups"], strict=True):
+            group.update(options_of(options))
+        load_as_saved(self.optimizer, loaded)
         copy_options(self.optimizer.param_groups, self.param_groups)
 
-    def load_whole(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> None:
-        """Load this rank's part of a state in the form of the plain optimizer; ``dtypes`` are those in which the
-        parameters were stepped, if known.
+    def load_whole(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's part of a state in the form of the plain optimizer.
 
         Raises:
             ConfigurationError: it belongs to other parameters.
@@ -254,50 +248,25 @@ class ShardedState:
                 f"this is not a state_dict of an optimizer: its keys are {sorted(map(str, state_dict))}{hint}"
             )
         groups = state_dict["param_groups"]
+        then, here = ([len(group["params"]) for group in one] for one in (groups, self.param_groups))
+        if then != here:
+            raise ConfigurationError(f"the checkpoint has groups of {then} parameters, but this optimizer has {here}")
         keys = [key for group in groups for key in group["params"]]
-        rest = {key: value for key, value in state_dict["state"].items() if key not in keys}
-        manifest = self.manifest(state=rest, entries=entries_of(state_dict), groups=groups, dtypes=dtypes)
-        self._check_manifest(manifest)
-        pieces = {}
+        state = {key: value for key, value in state_dict["state"].items() if key not in keys}
+        places = {}
         for index, (shard, key) in enumerate(zip(self.shards, keys, strict=True)):
-            state, shape = state_dict["state"].get(key, {}), shard.parameter.shape
-            check_divisible(self.optimizer, shard, state, shape)
-            pieces[index] = {"start": 0, "shape": shape, "state": state}
-        own = self.merged([{"manifest": manifest, "pieces": pieces}])
+            state[index], shape = state_dict["state"].get(key, {}), shard.parameter.shape
+            check_divisible(self.optimizer, shard, state[index], shape)
+            places[index] = 0, shape
+        whole = {**entries_of(state_dict), "state": state, "param_groups": groups}
+        own = self.merged([{**self.cut(), "places": places, "state": whole}])
         self.check(own)
         self.load(own)
 
-    def manifest(
-        self,
-        *,
-        state: Mapping[Any, Any],
-        entries: Mapping[str, Any],
-        groups: Sequence[Mapping[str, Any]],
-        dtypes: Sequence[torch.dtype | None] | None,
-    ) -> dict[str, Any]:
-        """That of pieces of parameters that lie in memory as they do here."""
-        return {
-            "state": state,
-            "entries": entries,
-            "options": [options_of(group) for group in groups],
-            "groups": [len(group["params"]) for group in groups],
-            "dtypes": dtypes,
-            "strides": [list(shard.parameter.stride()) for shard in self.shards],
-            "shapes": [list(shard.parameter.shape) for shard in self.shards],
-        }
-
-    def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
-        groups = [len(group["params"]) for group in self.param_groups]
-        if manifest["groups"] != groups:
-            raise ConfigurationError(
-                f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {groups}"
-            )
-        for shard, shape, strides in zip(self.shards, manifest["shapes"], manifest["strides"], strict=True):
-            if shape != list(shard.parameter.shape):
-                raise ConfigurationError(
-                    f"{shard.name}: its shape in the checkpoint is {shape}, here {list(shard.parameter.shape)}"
-                )
-            here = zip(shape, strides, shard.parameter.stride(), strict=True)
+    def _check_strides(self, saved: Sequence[Sequence[int]]) -> None:
+        for shard, strides in zip(self.shards, saved, strict=True):
+            # Shapes are compared with the model's.
+            here = zip(shard.parameter.shape, strides, shard.parameter.stride(), strict=False)
             if any(length != 1 and there != own for length, there, own in here):
                 raise ConfigurationError(
                     f"{shard.name}: its strides in the checkpoint are {strides}, here "
@@ -305,29 +274,28 @@ class ShardedState:
                     "state_dict() instead"
                 )
 
-    def _pieces_here(self, own: Own) -> Mapping[int, Piece]:
-        """Those of this rank; of version 0.1.0 in the shapes of chunks."""
-        pieces: Mapping[int, Piece] = own["pieces"] if "pieces" in own else self.merged([own])["pieces"]
-        return pieces
-
-
-def _pieces_in(own: Own) -> Mapping[int, Piece]:
-    """The pieces in ``own``, where those of version 0.1.0 are flat, ``3/exp_avg/0:512`` and ``3/step``."""
-    if "pieces" in own:
-        pieces: Mapping[int, Piece] = own["pieces"]
-        return pieces
-    found: dict[int, dict[str, Any]] = {}
-    for match in filter(None, map(_NAME.fullmatch, own)):
-        piece = found.setdefault(int(match["index"]), {"start": 0, "shape": [0], "state": {}})
-        piece["state"][match["key"]] = value = own[match[0]]
-        if match["start"] is not None:
-            piece |= {"start": int(match["start"]), "shape": list(value.shape)}
-    return found
-
 
 def _elements_of(shard: Shard, *, is_whole: bool = False) -> Range:
     """The elements of ``shard`` in this rank's state, or in that of the ``is_whole`` parameter."""
     return (0, shard.parameter.numel()) if is_whole or shard.is_whole else shard.range
+
+
+def of_version_0_1_0(own: Mapping[str, Any]) -> Own:
+    """A state that version 0.1.0 has saved, with flat chunks."""
+    manifest, places = own["manifest"], dict[int, Place]()
+    state, numbers = dict(manifest["state"]), itertools.count()
+    for match in filter(None, map(_NAME.fullmatch, own)):
+        index, value = int(match["index"]), own[match[0]]
+        state.setdefault(index, {})[match["key"]] = value
+        if match["start"] is not None:
+            places[index] = int(match["start"]), list(value.shape)
+        places.setdefault(index, (0, [0]))
+    groups = [
+        {**options, "params": list(itertools.islice(numbers, length))}
+        for options, length in zip(manifest["options"], manifest["groups"], strict=True)
+    ]
+    whole = {**manifest["entries"], "state": state, "param_groups": groups}
+    return {"places": places, "strides": manifest["strides"], "state": whole}
 
 
 def in_memory_order(value: Tensor, strides: Sequence[int]) -> Tensor:
@@ -338,38 +306,48 @@ def in_memory_order(value: Tensor, strides: Sequence[int]) -> Tensor:
     return flatten(value)
 
 
+def numbered(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with the numbers of their parameters, as in an optimizer's ``state_dict()``."""
+    numbers = itertools.count()
+    return [{**group, "params": list(itertools.islice(numbers, len(group["params"])))} for group in param_groups]
+
+
 def packed(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A consolidated state with these groups as the plain optimizer's ``state_dict()``, which the caller may change."""
-    places = itertools.count()
-    groups = [{**group, "params": list(itertools.islice(places, len(group["params"])))} for group in param_groups]
-    found: dict[str, Any] = _as_plain({**whole, "param_groups": groups})
+    found: dict[str, Any] = mapped(
+        {**whole, "param_groups": numbered(param_groups)}, lambda one: one, "zero.state_dict()"
+    )
     return found
 
 
-def _as_plain(value: Any) -> Any:
-    """New dicts and lists, with NumPy's numbers as Python's, which ``torch.load(weights_only=True)`` accepts."""
-    if isinstance(value, dict):
-        return {key: _as_plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_as_plain, value))
-    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
-
-
 def entries_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer's ``state_dict()`` has beside state and groups."""
+    """The entries of an optimizer's ``state_dict()`` beside state and groups."""
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", _NO_STATE)}
 
 
-def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor, *, is_as_saved: bool) -> None:
-    """PyTorch's ``load_state_dict`` takes strings for sequences, and loads codes, counters and numbers in the chunk's
-    dtype: put them back. Moments stay in that dtype unless they were saved in another one beside the same dtype."""
-    for key, value in given.items():
-        now = loaded.get(key)
-        if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
-            loaded[key] = value
-        if key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
-            continue
-        is_number = value.numel() == 1 and value.shape != chunk.shape
-        is_kept = is_as_saved or is_number or not value.dtype.is_floating_point
-        if is_kept and now.dtype == chunk.dtype != value.dtype:
-            loaded[key] = value.to(now.device)
+def _moment(value: Any, key: str, chunk: Tensor) -> Any:
+    """A value of the state of ``chunk`` in its dtype, but for counters, numbers and codes."""
+    is_cast = (
+        isinstance(value, Tensor) and value.is_floating_point() and (value.numel() > 1 or value.shape == chunk.shape)
+    )
+    return value.to(chunk.dtype) if is_cast and key != "step" else value
+
+
+def load_as_saved(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """``optimizer.load_state_dict``, which takes strings for sequences and casts state to the parameter's dtype; then
+    these values as they were saved."""
+    optimizer.load_state_dict(dict(saved))
+    if not {"state", "param_groups"} <= set(saved):
+        return  # A form of the optimizer's own.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for parameter, number in zip(parameters, keys, strict=True):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in saved["state"].get(number, {}).items():
+            now = loaded.get(key)
+            if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
+                loaded[key] = value
+            elif key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
+                continue
+            elif now.dtype == parameter.dtype != value.dtype:
+                loaded[key] = value.to(now.device)

@@ -83,7 +83,8 @@ class ShardedUpdate(Update[L]):
 
 @classes.ZeroRedundancyOptimizer.register
 class ZeroRedundancyOptimizer(LoopOptimizer):
-    """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``.
+    """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``. Save
+    it by ``overlap.save(folder, ddp, zero)``: :meth:`state_dict` raises an error unless the state was consolidated.
 
     This is ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With a :class:`ZeroStep` in DDP's
     backward it communicates as stage 2 does. Without a stage, :meth:`step` expects averaged gradients on every rank,
@@ -205,7 +206,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         self._is_complete = True
 
     def _check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make an optimizer of one element of each parameter, before ranks meet, so that what is wrong is raised."""
+        """Make an optimizer of one element of each parameter, before ranks meet, so that a wrong argument is raised."""
 
         def one_element(p: Tensor) -> Tensor:
             shape, dtype = (1,) * p.dim(), self.master_dtype_of(p) or p.dtype
@@ -266,8 +267,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         )
         if plain.state:
             zero.prepare_to_load()
-            state = zero.sharded_state()
-            state.load_whole(plain.state_dict(), dtypes=[shard.parameter.dtype for shard in state.shards])
+            zero.sharded_state().load_whole(plain.state_dict())
         return zero
 
     @property
@@ -444,7 +444,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     # A step of the loop.
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """As :meth:`LoopOptimizer.step`; gathers what a stage has not gathered in backward.
+        """As :meth:`LoopOptimizer.step`; gathers the parameters that a stage has not gathered in backward.
 
         Communication: none if interleaved; if deferred one gather per bucket; without a stage gathers of all trainable
             parameters.
@@ -529,7 +529,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             raise TrainingLoopError(
                 f"the gradient of {differ[0]}{and_others(differ)} differs between ranks, so it is not their mean, and "
                 "each rank would update its part with its own: run the last forward and backward of a step outside of "
-                "ddp.no_sync(), and by ddp(x), not model(x); what the loop adds to gradients by itself must be the "
+                "ddp.no_sync(), and by ddp(x), not model(x); anything that the loop adds to gradients must be the "
                 "same on every rank. zero_grad() discards these gradients"
             )
 
@@ -650,7 +650,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Args:
             to: the rank of the group that gets the state; ``None`` for all ranks.
 
-        Communication: one agreement, and then what is its own from each rank, a tensor at a time, over a Gloo group.
+        Communication: one agreement, and then its own state from each rank, a tensor at a time, over a Gloo group.
 
         Raises:
             ConfigurationError: the group has no rank ``to``.
@@ -659,11 +659,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
         with Agreement(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as agreement:
-            state = self.sharded_state()
-            own = state.own()
-            state.check_consolidation(own, to)
-            agreement.agree()
-            whole = state.consolidate(own, to)
+            whole = self.sharded_state().consolidate(to, agreement)
         # That of another rank takes nothing away from this one.
         if whole is not None or not self.consolidated:
             self.consolidated[:] = [whole or {}]
@@ -682,9 +678,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         self._check_groups()
         if not self.consolidated:
             raise TrainingLoopError(
-                "the state is divided among the ranks, and was not consolidated since it last changed: call "
+                "the state is divided among the ranks, and was not consolidated since it last changed: save with "
+                "overlap.save(folder, ddp, zero) on every rank; or, for one dict, call "
                 f"consolidate_state_dict(to={self.rank}), or to=None for all ranks, on every rank right before "
-                "state_dict(); overlap.save(folder, ddp, zero) needs no such call"
+                "state_dict()"
             )
         (whole,) = self.consolidated
         return run_state_hooks(self, "state_dict_post", packed(whole, self.param_groups)) if whole else {}

@@ -3,7 +3,7 @@
 [Note: ownership]
 
 A rank's part of a parameter is a chunk of its elements in the order of its memory, by a formula of the parameter's size
-and the number of ranks, never of DDP's buckets, which can be rebuilt. So no rank lists what the others own.
+and the number of ranks, never of DDP's buckets, which can be rebuilt. So no rank lists the parts of the others.
 
 By *element*, every rank has one chunk of every parameter, of equal length but for the last ones. On a CPU chunks start
 at multiples of 128 bytes: kernels take two vectors of at most 64 bytes at a time, and the rest at the end of a tensor

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -39,7 +39,7 @@ _REMEDY = (
     "use ZeroRedundancyOptimizer(..., partition='parameter') and edit it `if param in zero.state`; or call "
     "zero.consolidate_state_dict(to=None), edit state = zero.state_dict(), and zero.load_state_dict(state)"
 )
-# Operators with numbers, and what tells or changes no value, without underscores.
+# Operators with numbers, and those that tell or change no value, without underscores.
 _ELEMENTWISE = re.compile(
     "_*(abs|i?add|clamp|i?(true)?div|fill|[ir]?mul|nan_to_num|neg|i?sub|zero|clone|cpu|cuda|data|detach|device|"
     "dim|dtype|element_size|get_device|is_cuda|is_sparse|is_complex|is_floating_point|layout|ndim|reduce_ex|repr|"
@@ -99,21 +99,21 @@ class PartOfState(Tensor):
         return self.clone()
 
 
-class _StateOfPart(MutableMapping[Any, Any]):
+class _StateOfPart(UserDict[Any, Any]):
     """The state ``inner`` of the chunk of a parameter that is cut."""
 
     def __init__(self, inner: dict[Any, Any], shard: Shard, before_change: Callable[[], None]) -> None:
-        self._inner, self._shard, self._before_change = inner, shard, before_change
+        self.data, self._shard, self._before_change = inner, shard, before_change
 
     def __getitem__(self, key: Any) -> Any:
-        value, own = self._inner[key], self._shard.own
+        value, own = self.data[key], self._shard.own
         assert own is not None, "each rank has a chunk of a parameter that is cut"
         return value.as_subclass(PartOfState) if is_per_element(value, own.shape) else value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, Tensor) and value.dim():
-            given, there = value.as_subclass(Tensor), self._inner.get(key)
-            # `state[key] *= 2` sets what it has changed.
+            given, there = value.as_subclass(Tensor), self.data.get(key)
+            # `state[key] *= 2` sets the tensor that it has changed.
             if not isinstance(there, Tensor) or given.data_ptr() != there.data_ptr():
                 raise ConfigurationError(
                     f"zero.state of {self._shard.name} is set with {key!r} of shape {tuple(given.shape)}, and each "
@@ -122,20 +122,11 @@ class _StateOfPart(MutableMapping[Any, Any]):
                 )
             value = there
         self._before_change()
-        self._inner[key] = value
+        self.data[key] = value
 
     def __delitem__(self, key: Any) -> None:
         self._before_change()
-        del self._inner[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._inner)
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __repr__(self) -> str:
-        return repr(self._inner)
+        del self.data[key]
 
 
 class StateView(MutableMapping[Any, Any]):

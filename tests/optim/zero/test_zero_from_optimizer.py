@@ -58,6 +58,24 @@ BUILT: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @on_ranks(2)
+def test_moments_of_16_bits_become_those_of_masters(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model().bfloat16())
+    plain = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    for parameter in ddp.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    for load in (False, True):
+        if load:
+            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, master_dtype=torch.float32)
+            zero.load_state_dict(plain.state_dict())
+        else:
+            zero = ZeroRedundancyOptimizer.from_optimizer(plain, master_dtype=torch.float32)
+        zero.consolidate_state_dict(to=None)
+        moments = [state["exp_avg"] for state in zero.state_dict()["state"].values()]
+        assert_parity(moments, [plain.state[p]["exp_avg"].float() for p in ddp.parameters()], what=f"{load=}")
+
+
+@on_ranks(2)
 def test_it_goes_on_bit_for_bit_with_groups_defaults_and_state(rank: int, world_size: int) -> None:
     for name, build in BUILT.items():
         for before in (0, 3) if name == "of a factory" else (3,):
