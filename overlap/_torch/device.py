@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,13 @@ def hold(tensor: Tensor, stream: Any = None) -> Tensor:
     if (user := current_stream(tensor.device) if stream is None else stream) is not None:
         _streams.record_stream(tensor, user)
     return tensor
+
+
+def hold_all(tensors: Sequence[Tensor]) -> None:
+    """:func:`hold` tensors; once for all that are views of one."""
+    if tensors and has_streams(tensors[0].device):
+        for whole in {id(whole): whole for whole in (one if one._base is None else one._base for one in tensors)}.values():
+            hold(whole)
 
 
 def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:

@@ -117,6 +117,10 @@ class StageMemory:
         key = (kind, name)
         return self._tentative[key] if key in self._tentative else self._committed.get(key)
 
+    def has_any(self, keys: Collection[tuple[str, str]]) -> bool:
+        """Whether there is a value of any kind and name of ``keys``."""
+        return not (self._committed.keys().isdisjoint(keys) and self._tentative.keys().isdisjoint(keys))
+
     def put(self, names: Sequence[str], values: Sequence[Tensor], kind: str = "error") -> None:
         """Put new values."""
         self._tentative.update({(kind, name): value for name, value in zip(names, values, strict=True)})
