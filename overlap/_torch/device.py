@@ -136,8 +136,13 @@ def hold(tensor: Tensor, stream: Any = None) -> Tensor:
 def hold_all(tensors: Sequence[Tensor]) -> None:
     """:func:`hold` tensors; once for all that are views of one."""
     if tensors and has_streams(tensors[0].device):
-        for whole in {id(whole): whole for whole in (one if one._base is None else one._base for one in tensors)}.values():
+        for whole in {id(whole): whole for whole in map(whole_of, tensors)}.values():
             hold(whole)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The tensor of which ``tensor`` is a view, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from overlap._checks import check_flag, short_repr
-from overlap._torch.foreach import all_finite
+from overlap._torch.foreach import largest
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.wires import Int8, StageMemory, StageWithMemory, Wire, redistribute
@@ -78,7 +78,7 @@ class Quantize(StageWithMemory):
             # What rounding the mean loses is not delivered either; each rank keeps its part of it.
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
         self._memory.put(own.names, own.gradients)
-        self._memory.note_finite(all_finite(bucket.buffer))
+        self._memory.note_largest(largest(bucket.buffer))
 
     redistribute = staticmethod(redistribute)
 

@@ -64,7 +64,7 @@ import torch
 from torch import Tensor
 
 from overlap._torch.device import has_streams, hold, hold_all, resize_storage
-from overlap._torch.foreach import add_all, all_finite, copy_all
+from overlap._torch.foreach import add_all, all_finite, copy_all, largest
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.powersgd.memory import Memory, Side
@@ -199,9 +199,7 @@ class PowerIteration:
         # Each begins where a tensor of its own would, so that products are the same in every bit.
         ends = list(itertools.accumulate(map(round_up, numels)))
         flat = torch.empty(ends[-1], dtype=self.dtype, device=self.bucket.buffer.device)
-        first, second, third = (
-            flat[end - round_up(numel) :][:numel] for end, numel in zip(ends, numels, strict=True)
-        )
+        first, second, third = (flat[end - round_up(numel) :][:numel] for end, numel in zip(ends, numels, strict=True))
         self.start = Factors(start, first)
         """The factors to start from; then, where both are computed, this rank's own."""
         head, *tail = second.split_with_sizes([sent.numel, *exact])
@@ -277,7 +275,7 @@ class PowerIteration:
             for factors in {own, mean}:
                 factors.flat.div_(scale)
         if mean is self.sent and self.exact:
-            self.memory.note_finite(all_finite(mean.whole[mean.flat.numel() :]))
+            self.memory.note_largest(largest(mean.whole[mean.flat.numel() :]))
             copy_all(self.exact, self.parts)
 
     def _scale_of(self, factors: Factors) -> float:
@@ -347,9 +345,9 @@ class PowerIteration:
             if not is_on_host:
                 # Values of ``float32`` have finite lengths in ``float64``.
                 is_wide = rows.dtype != self.dtype
-                largest = longest if is_wide else torch.linalg.vector_norm(rows, math.inf, dim=(1, 2), keepdim=True)
-                self.memory.note_finite(largest < math.inf)
-                marked = torch.sub(rows, largest, alpha=0)  # The rows in every bit, or NaN.
+                most = longest if is_wide else torch.linalg.vector_norm(rows, math.inf, dim=(1, 2), keepdim=True)
+                self.memory.note_largest(most)
+                marked = torch.sub(rows, most, alpha=0)  # The rows in every bit, or NaN.
             if targets:
                 is_there = lengths > 8 * torch.finfo(self.dtype).eps * longest
                 out = targets[0] if parts is views else rows
@@ -364,8 +362,8 @@ class PowerIteration:
             else:
                 copy_all([*views, *targets], [*_beginnings(marked, group), *(parts if targets else ())])
         if is_on_host:
-            self.memory.note_finite(are_finite := all_finite(last.flat))
-            for factor in () if are_finite else last.each:
+            self.memory.note_largest(most := largest(last.flat))
+            for factor in () if most < math.inf else last.each:
                 factor.masked_fill_(~all_finite(factor), math.nan)
 
     def _loaded(self, group: _Group, views: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

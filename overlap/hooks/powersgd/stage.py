@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from overlap._checks import as_number, check_flag, check_whole_number, short_repr
-from overlap._torch.foreach import all_finite
+from overlap._torch.foreach import largest
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.reducers import AllReduce
-from overlap.hooks.stage import Plan, StageContext, follow
+from overlap.hooks.stage import Plan, follow
 from overlap.hooks.wires import StageWithMemory, Wire
 
 
@@ -95,17 +95,12 @@ class PowerSGD(StageWithMemory):
         self._memory = Memory(self, wire=wire)
         self._layouts: dict[tuple[object, ...], ReductionLayout] = {}
         self._all_reduce = AllReduce()
-        self._replan: Callable[[], None] = lambda: None
-
-    def attach(self, context: StageContext) -> None:
-        super().attach(context)
-        self._replan = context.replan
 
     def before_backward(self, *, is_replay: bool) -> None:
         super().before_backward(is_replay=is_replay)
         self._memory.counts["steps"] += 1
         if self._step == 0:  # Compression begins.
-            self._replan()
+            self._memory.replan()
 
     @property
     def _step(self) -> int:
@@ -134,7 +129,7 @@ class PowerSGD(StageWithMemory):
         if not layout.batches:
 
             def count() -> None:
-                memory.note_finite(all_finite(bucket.buffer))
+                memory.note_largest(largest(bucket.buffer))
                 memory.count(bucket.buffer.numel(), bucket.buffer.numel())
 
             return release, *self._all_reduce.plan(bucket), count
@@ -169,7 +164,6 @@ class PowerSGD(StageWithMemory):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if state_dict:
             super().load_state_dict(state_dict)
-            self._replan()
 
     redistribute = staticmethod(redistribute)
 

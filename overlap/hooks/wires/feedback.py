@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import has_streams, hold, storage_key
+from overlap._torch.device import has_streams, hold, whole_of
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.stage import Stage, StageContext
@@ -154,10 +154,10 @@ class StageMemory:
                 errors.append(hold(error.to(value.device)))
         add_all(changed, errors)
 
-    def note_finite(self, are_finite: Tensor) -> None:
-        """Results of this pass, the same on all ranks, are finite or not: bools."""
+    def note_largest(self, largest: Tensor) -> None:
+        """Results of this pass, the same on all ranks, have these largest magnitudes, which may not be finite."""
         if self._context is not None:
-            self._context.note_finite(are_finite)
+            self._context.note_largest(largest)
 
     # The step.
 
@@ -206,6 +206,11 @@ class StageMemory:
         return self._context is not None and self._context.learns_of_steps
 
     # Where it serves.
+
+    def replan(self) -> None:
+        """Plans that stages have made are no longer valid."""
+        if self._context is not None:
+            self._context.replan()
 
     def sum_of(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> QuantizedSum:
         """The sum of ``numel`` values over ``group`` by the wire, made once for all values of a number. The levels are
@@ -285,6 +290,7 @@ class StageMemory:
         self._tentative = {}
         self.generator.load(state_dict.get("generator"))
         self._sums.clear()
+        self.replan()
 
     def _check(self, context: StageContext, saved_by: _Place | None, errors: Mapping[str, Tensor]) -> None:
         """Raises: ConfigurationError: the state is another rank's, or another model's."""
@@ -350,8 +356,8 @@ def _as_wholes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
     for new, old in pairs:
         if (new.storage_offset(), new.stride(), new.dtype) != (old.storage_offset(), old.stride(), old.dtype):
             return list(pairs)
-        whole = new if new._base is None else new._base, old if old._base is None else old._base
-        wholes[storage_key(new), storage_key(old)] = whole
+        whole = whole_of(new), whole_of(old)
+        wholes[id(whole[0]), id(whole[1])] = whole
     is_unique = len({new for new, _ in wholes}) == len(wholes)
     return list(wholes.values() if is_unique and all(new.shape == old.shape for new, old in wholes.values()) else pairs)
 
