@@ -159,6 +159,32 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+class Workspace:
+    """Memory for one use at a time, of one size, whose views stay while it has none; see :func:`resize_storage`."""
+
+    def __init__(self) -> None:
+        self._storage: torch.UntypedStorage | None = None
+        self._nbytes = 0
+
+    def make(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor whose contents are undefined, for the first use."""
+        made = torch.empty(shape, dtype=dtype, device=device)
+        self._storage, self._nbytes = made.untyped_storage(), made.nbytes
+        return made
+
+    def take(self) -> bool:
+        """Whether it was made; then it has memory again, whose contents are undefined."""
+        if self._storage is None:
+            return False
+        resize_storage(self._storage, self._nbytes)
+        return True
+
+    def give_back(self) -> None:
+        """The use is over."""
+        assert self._storage is not None
+        resize_storage(self._storage, 0)
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors, in Python, C++ or saved for a backward, use ``storage``; a Python reference to itself counts.
     Private, as in CUDA graph trees."""

@@ -209,8 +209,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "factors are not averaged": Mutant(
         "hooks/powersgd/algorithm.py",
-        "return all_reduce(sent, group=self.bucket.group)",
-        "return all_reduce(sent[own.flat.numel() :], group=self.bucket.group)",
+        "mean.reduction = all_reduce(sent, group=self.bucket.group)",
+        "mean.reduction = all_reduce(sent[own.flat.numel() :], group=self.bucket.group)",
         f"{_POWERSGD} -k suffices",
     ),
     "small matrices are compressed": Mutant(

@@ -63,10 +63,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from overlap._torch.device import has_streams, hold, hold_all, resize_storage
+from overlap._torch.device import Workspace, has_streams, hold, hold_all
 from overlap._torch.foreach import add_all, all_finite, copy_all, largest
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import all_reduce
+from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.powersgd.memory import Memory, Side
 from overlap.hooks.segments import round_up
 from overlap.hooks.wires import Wire
@@ -115,9 +115,7 @@ class PowerIteration:
         self.matrices = [Matrices(batch, gradients, self.dtype) for batch in layout.batches]
         self.compressed = [gradients[place] for place in places]
         self.exact = [gradients[place] for place in layout.exact]
-        # Workspace of a step, whose views stay: it has no memory between two. See :meth:`_make_room`.
-        self._storage: torch.UntypedStorage | None = None
-        self._nbytes = 0
+        self._workspace = Workspace()
         self._narrow: Tensor | None = None
         """Of half precision: what is being sent."""
         # Of each group, what all steps share, as it is used here.
@@ -167,7 +165,8 @@ class PowerIteration:
 
     def _begin(self) -> None:
         """Compute M = gradient + residual; get the factors to start from, and what is sent uncompressed."""
-        self._make_room()
+        if not self._workspace.take():
+            self._make_workspace()
         if self.error_feedback:
             self._add(self.memory.residuals(self.keys, self.compressed, self.dtype))
         # The factors of the step before; random directions where there are none, or of another shape.
@@ -187,10 +186,7 @@ class PowerIteration:
             copy_all(targets, sources)
             copy_all(self.parts, self.exact)
 
-    def _make_room(self) -> None:
-        if self._storage is not None:
-            resize_storage(self._storage, self._nbytes)
-            return
+    def _make_workspace(self) -> None:
         left, right = self.layout.left, self.layout.right
         sent, start = (right, left) if self.is_left is False else (left, right)
         other = start if self.is_left is None else sent
@@ -198,7 +194,7 @@ class PowerIteration:
         numels = [start.numel, sum([sent.numel, *exact]), other.numel]
         # Each begins where a tensor of its own would, so that products are the same in every bit.
         ends = list(itertools.accumulate(map(round_up, numels)))
-        flat = torch.empty(ends[-1], dtype=self.dtype, device=self.bucket.buffer.device)
+        flat = self._workspace.make(ends[-1], dtype=self.dtype, device=self.bucket.buffer.device)
         first, second, third = (flat[end - round_up(numel) :][:numel] for end, numel in zip(ends, numels, strict=True))
         self.start = Factors(start, first)
         """The factors to start from; then, where both are computed, this rank's own."""
@@ -208,7 +204,6 @@ class PowerIteration:
         self.parts = [part.view(gradient.shape) for part, gradient in zip(tail, self.exact, strict=True)]
         self.other = Factors(other, third)
         """The mean of those that ``start`` holds in the end; or, where one is computed, this rank's own."""
-        self._storage, self._nbytes = flat.untyped_storage(), flat.nbytes
 
     def _add(self, residuals: Sequence[Tensor | None]) -> None:
         if self.bucket.buffer.dtype == self.dtype:
@@ -247,7 +242,11 @@ class PowerIteration:
                 # Rounding errors of the bucket's dtype are not sent, so they have to stay in the residual.
                 own.flat.copy_(sent[: own.flat.numel()]).mul_(divisor)
         self.sent_numel += sent.numel()
-        return all_reduce(sent, group=self.bucket.group)
+        if sent is not mean.whole:
+            return all_reduce(sent, group=self.bucket.group)
+        if mean.reduction is None:
+            mean.reduction = all_reduce(sent, group=self.bucket.group)
+        return mean.reduction
 
     async def _send_by_wire(self, own: Factors, mean: Factors) -> None:
         """As :meth:`_send`, by messages of the wire: the mean is the same on every rank bit for bit."""
@@ -322,8 +321,7 @@ class PowerIteration:
             self.memory.put(self.keys, errors)
         if directions is not None:
             self.memory.put_factors(self.keys, "left" if last.layout.is_left else "right", directions.each)
-        assert self._storage is not None
-        resize_storage(self._storage, 0)
+        self._workspace.give_back()
         self.memory.count(self.bucket.buffer.numel(), self.sent_numel)
         self.sent_numel = 0
 
@@ -502,6 +500,8 @@ class Factors:
         self.layout = layout
         self.flat = flat
         self.whole = flat if whole is None or whole.numel() == flat.numel() else whole
+        self.reduction: Operation | None = None
+        """Sums ``whole`` over ranks."""
         self.of_batches = self._views(layout.of_batches)
         """Of each batch of matrices, ``(count, rank, length)``."""
 
