@@ -35,9 +35,9 @@ MOST_ON_STREAMS = {
     "AllReduce, ClipGradNorm, Step": (33, 97, 2),
     "AllReduce, SkipNonFinite, Step": (55, 117, 2),
     "ZeroStep, 8 ranks": (73, 199, 2),
-    "PowerSGD(rank=4)": (148, 158, 8),
-    "Quantize(Int8()), 8 ranks": (83, 113, 2),
-    "Quantize(Int4()), feedback": (139, 226, 11),
+    "PowerSGD(rank=4)": (143, 153, 8),
+    "Quantize(Int8()), 8 ranks": (77, 86, 2),
+    "Quantize(Int4()), feedback": (134, 200, 11),
 }
 
 

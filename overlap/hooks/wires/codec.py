@@ -138,9 +138,11 @@ class Codec(ABC):
         chunks are copied, of several short rows all chunks; ``changes``: the caller writes to them, so they are copied
         back.
         """
+        if self.chunks == 0:
+            return
         fields = self.fields_in(messages) if isinstance(messages, Tensor) else messages
         count, given = len(fields[0]), values.size(-1)
-        if self.chunks == 0 or count == 0:
+        if count == 0:
             return
         is_at_once = has_streams(values.device)
         # Where kernels are launched, one copy costs less than to launch them twice.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.nn.functional import pad
 from overlap._torch.device import Workspace, has_streams
 from overlap.hooks.collectives import Operation, all_gather, all_to_all, reduce_scatter
 from overlap.hooks.stage import Plan, follow
-from overlap.hooks.wires.codec import Codec, Fields, Wire
+from overlap.hooks.wires.codec import Fields, Wire
 from overlap.ranks.machines import Levels
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -47,8 +48,13 @@ class QuantizedSum:
         self.padded_numel = group.size() * self.codec.numel
         """Values of all parts, padding included."""
         self._generator = generator
-        self._group = group
         self._levels = levels
+        self._group = group if levels is None else levels.between
+        """Of the ranks that send messages to each other."""
+        self._messages = Workspace()
+        # Of one sum.
+        self._values = self._out = self._summand = self._result = _NOTHING
+        self._keeps_errors = False
 
     async def __call__(self, values: Tensor, *, out: Tensor) -> None:
         """Write the sum of ``values`` over ranks to ``out``, the same on all ranks bit for bit.
@@ -64,69 +70,41 @@ class QuantizedSum:
         await follow(self.plan(lambda: (values, out)))
 
     def plan(self, tensors: Callable[[], tuple[Tensor, Tensor]]) -> Plan:
-        """The same as a plan, for a bucket or another user that sums again and again; ``tensors()``, called when it
-        begins, returns ``values`` and ``out``."""
-        one = _Sum(self.codec, self._generator, self._group, self._levels, tensors)
-        if self._group.size() == 1 or self.padded_numel == 0:
-            return (one.leave,)
-        if self._levels is None:
-            return one.begin_and_encode, one.add, one.decode_and_end
-        return one.begin, one.encode, one.add, one.decode, one.end
+        """The same as a plan, one sum at a time; ``tensors()``, called when it begins, returns ``values`` and
+        ``out``."""
+        if self.padded_numel == self.codec.numel:
+            return (partial(self._leave, tensors),)
+        return partial(self._begin, tensors), self._encode, self._add, self._decode, self._end
 
-
-class _Sum:
-    """A sum under way, with views of messages that stay from one to the next."""
-
-    def __init__(
-        self,
-        codec: Codec,
-        generator: torch.Generator | None,
-        group: dist.ProcessGroup,
-        levels: Levels | None,
-        tensors: Callable[[], tuple[Tensor, Tensor]],
-    ) -> None:
-        self._codec, self._generator, self._levels, self._tensors = codec, generator, levels, tensors
-        self._group = group if levels is None else levels.between
-        """Of the ranks that send messages to each other."""
-        self._ranks = group.size()
-        self._messages = Workspace()
-        self._values = self._out = self._summand = self._result = _NOTHING
-        self._keeps_errors = False
-
-    def leave(self) -> None:
-        """One rank alone."""
-        values, out = self._tensors()
+    def _leave(self, tensors: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """One rank alone, or no values."""
+        values, out = tensors()
         if values is not out:
             out.copy_(values[: out.numel()])
             values.zero_()
 
-    def begin(self) -> Operation | None:
-        self._values, self._out = values, out = self._tensors()
+    def _begin(self, tensors: Callable[[], tuple[Tensor, Tensor]]) -> Operation | None:
+        self._values, self._out = values, out = tensors()
         self._keeps_errors = out is not values
-        given, padded_numel = values.numel(), self._ranks * self._codec.numel
+        given, padded_numel = values.numel(), self.padded_numel
         # One part may be short, which saves a copy, but none may be missing.
         can_be_short = self._levels is None and not has_streams(values.device)
-        is_whole = given >= padded_numel - (self._codec.numel if can_be_short else 0)
+        is_whole = given >= padded_numel - (self.codec.numel if can_be_short else 0)
         self._summand = summand = values if is_whole else pad(values, (0, padded_numel - given))
         self._result = summand
         if self._keeps_errors:
             self._result = out if out.numel() == summand.numel() else torch.empty_like(summand)
         if self._levels is None:
             return None
-        inside = self._levels.inside
-        return reduce_scatter(summand.view(inside.size(), -1)[inside.rank()], summand, group=inside)
-
-    def begin_and_encode(self) -> Operation:
-        self.begin()
-        return self.encode()
+        return reduce_scatter(self._at_one_level(summand), summand, group=self._levels.inside)
 
     def _at_one_level(self, whole: Tensor) -> Tensor:
         """The part of ``whole`` that ranks sum by messages, with at most one short part."""
         inside = None if self._levels is None else self._levels.inside
         return whole if inside is None else whole.view(inside.size(), -1)[inside.rank()]
 
-    def encode(self) -> Operation:
-        codec, ranks, rank, device = self._codec, self._group.size(), self._group.rank(), self._summand.device
+    def _encode(self) -> Operation:
+        codec, ranks, rank, device = self.codec, self._group.size(), self._group.rank(), self._summand.device
         if not self._messages.take():
             messages = self._messages.make(2, ranks, codec.message_bytes, dtype=torch.uint8, device=device)
             sent, received = messages.unbind()
@@ -150,8 +128,8 @@ class _Sum:
                     encode(parts, _some(self._fields_sent, theirs), self._generator)
         return self._to_owners
 
-    def add(self) -> Operation:
-        codec, ranks, rank, own = self._codec, self._group.size(), self._group.rank(), self._own
+    def _add(self) -> Operation:
+        codec, ranks, rank, own = self.codec, self._group.size(), self._group.rank(), self._own
         if has_streams(own.device):
             summands = torch.empty(ranks, codec.numel, dtype=torch.float32, device=own.device)
             codec.decode_rows(self._fields_received, summands)
@@ -164,9 +142,9 @@ class _Sum:
         encode(own[None], self._fields_own, self._generator)
         return self._to_all
 
-    def decode(self) -> Operation | None:
+    def _decode(self) -> Operation | None:
         for parts, theirs in self._parts(self._at_one_level(self._result), slice(0, self._group.size())):
-            self._codec.decode_rows(_some(self._fields_received, theirs), parts)
+            self.codec.decode_rows(_some(self._fields_received, theirs), parts)
         self._messages.give_back()
         if self._levels is None:
             return None
@@ -178,7 +156,7 @@ class _Sum:
             rows[rank + 1 :].zero_()
         return all_gather(self._result, self._at_one_level(self._result), group=inside)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         values, out, summand, result = self._values, self._out, self._summand, self._result
         if self._keeps_errors and summand is not values:
             values.copy_(summand[: values.numel()])
@@ -186,13 +164,9 @@ class _Sum:
             out.copy_(result[: out.numel()])
         self._values = self._out = self._summand = self._result = self._own = self._own_summand = _NOTHING
 
-    def decode_and_end(self) -> None:
-        self.decode()
-        self.end()
-
     def _parts(self, values: Tensor, ranks: slice) -> Iterator[tuple[Tensor, slice]]:
         """Views ``(n, part)`` of the parts of ``ranks``, and their ranks; the last rank's may be short."""
-        part = self._codec.numel
+        part = self.codec.numel
         end = min(ranks.stop, values.numel() // part)
         if ranks.start < end:
             yield values[ranks.start * part : end * part].view(-1, part), slice(ranks.start, end)

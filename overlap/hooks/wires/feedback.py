@@ -85,7 +85,6 @@ class StageMemory:
         self.has_feedback = error_feedback
         self.generator = RoundingGenerator(wire)
         self._owner, self._wire = owner, wire
-        self._sums: dict[tuple[dist.ProcessGroup, int], QuantizedSum] = {}
         # By kind and name, as the last step has left them; and what passes since have put in their place.
         self._committed: dict[tuple[str, str], Tensor] = {}
         self._tentative: dict[tuple[str, str], Tensor | None] = {}
@@ -213,19 +212,16 @@ class StageMemory:
             self._context.replan()
 
     def sum_of(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> QuantizedSum:
-        """The sum of ``numel`` values over ``group`` by the wire, made once for all values of a number. The levels are
-        those of the model's own group."""
-        if (made := self._sums.get((group, numel))) is None:
-            assert self._wire is not None, "values are sent by a wire"
-            is_own = self._context is not None and group is self._context.group
-            made = self._sums[group, numel] = QuantizedSum(
-                numel,
-                wire=self._wire,
-                generator=self.generator.for_rank(group.rank(), device),
-                group=group,
-                levels=self._levels if is_own else None,
-            )
-        return made
+        """The sum of ``numel`` values over ``group`` by the wire. The levels are those of the model's own group."""
+        assert self._wire is not None, "values are sent by a wire"
+        is_own = self._context is not None and group is self._context.group
+        return QuantizedSum(
+            numel,
+            wire=self._wire,
+            generator=self.generator.for_rank(group.rank(), device),
+            group=group,
+            levels=self._levels if is_own else None,
+        )
 
     @property
     def place(self) -> _Place | None:
@@ -254,7 +250,6 @@ class StageMemory:
         if self._committed or self.generator.state() is not None:
             self._saved_by = self.place
         self._context = None
-        self._sums.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot: ``error`` by parameter name and the rounding's ``generator``, where there are such, with the
@@ -289,7 +284,6 @@ class StageMemory:
         self._committed = {("error", name): error.clone() for name, error in errors.items()}
         self._tentative = {}
         self.generator.load(state_dict.get("generator"))
-        self._sums.clear()
         self.replan()
 
     def _check(self, context: StageContext, saved_by: _Place | None, errors: Mapping[str, Tensor]) -> None:

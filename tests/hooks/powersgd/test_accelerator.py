@@ -10,7 +10,7 @@ from overlap._torch.device import streams_replaced
 from ..one_stream import OneStream
 from .checks import gradients, world_of
 
-SHAPES = [(40, 30), (40, 30), (7,), (9, 4, 3), (64, 5)]
+SHAPES = [(40, 30), (40, 30), (7,), (9, 4, 3), (64, 5), (0,)]
 
 
 @pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_feedback": False}], ids=str)
