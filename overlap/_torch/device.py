@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,18 @@ def hold(tensor: Tensor, stream: Any = None) -> Tensor:
     return tensor
 
 
+def hold_all(tensors: Sequence[Tensor]) -> None:
+    """:func:`hold` tensors; once for all that are views of one."""
+    if tensors and has_streams(tensors[0].device):
+        for whole in {id(whole): whole for whole in map(whole_of, tensors)}.values():
+            hold(whole)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The tensor of which ``tensor`` is a view, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Give the memory of ``storage`` back (``nbytes`` 0), or give it new memory, whose contents are undefined.
 
@@ -145,6 +157,32 @@ def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
 def storage_key(tensor: Tensor) -> int:
     """Identifies the storage of ``tensor`` among those that exist. Private: the address of its owner."""
     return int(tensor.untyped_storage()._cdata)
+
+
+class Workspace:
+    """Memory for one use at a time, of one size, whose views stay while it has none; see :func:`resize_storage`."""
+
+    def __init__(self) -> None:
+        self._storage: torch.UntypedStorage | None = None
+        self._nbytes = 0
+
+    def make(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor whose contents are undefined, for the first use."""
+        made = torch.empty(shape, dtype=dtype, device=device)
+        self._storage, self._nbytes = made.untyped_storage(), made.nbytes
+        return made
+
+    def take(self) -> bool:
+        """Whether it was made; then it has memory again, whose contents are undefined."""
+        if self._storage is None:
+            return False
+        resize_storage(self._storage, self._nbytes)
+        return True
+
+    def give_back(self) -> None:
+        """The use is over."""
+        assert self._storage is not None
+        resize_storage(self._storage, 0)
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

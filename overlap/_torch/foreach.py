@@ -66,14 +66,19 @@ def subtract_(tensors: list[Tensor], subtrahend: Tensor) -> None:
 
 def all_finite(tensor: Tensor) -> Tensor:
     """``tensor.isfinite().all()``, without the three copies of the tensor's shape that this takes; 0-dimensional."""
+    return largest(tensor) < math.inf  # False for NaN, too.
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude of the elements, 0-dimensional: not finite where one of them is not."""
     if tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
+        return tensor.new_zeros((), dtype=torch.float32)
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if has_streams(real.device):
         norm: Tensor = torch.linalg.vector_norm(real, math.inf)
-        return norm < math.inf
-    smallest, largest = torch.aminmax(real)  # On a CPU the norm takes ten times as long.
-    return (smallest > -math.inf) & (largest < math.inf)  # False for NaN, too.
+        return norm
+    low, high = torch.aminmax(real)  # On a CPU the norm takes ten times as long.
+    return torch.maximum(low.neg(), high)
 
 
 def sum_of_bits(flat: Tensor) -> Tensor:

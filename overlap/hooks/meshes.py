@@ -215,20 +215,20 @@ class ReplicaRuntime(Runtime):
         if not self.peers or (has_streams(self.context.device) and not self._called["discard"]):
             return
         verdict = torch.zeros((), device=self.context.device)  # 1: not finite; from 2 on: failed, its own error above.
-        if self._are_finite:
-            verdict += ~torch.cat([hold(one).view(-1) for one in self._are_finite]).all()
+        if self._largest:
+            verdict += self._found_inf()
         if (error := finished.error) is not None:
             is_own = not isinstance(error, CollectiveError)
             verdict.fill_(2 + dist.get_rank() + is_own * dist.get_world_size())
         for group in self.peers:
             group_all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
         if has_streams(verdict.device):  # Where the host cannot ask.
-            self._are_finite.append(verdict == 0)
+            self._largest.append(torch.where(verdict == 0, verdict, math.inf))
         elif (found := int(verdict)) >= 2:
             rank = (found - 2) % dist.get_world_size()
             finished.fail(PeerError(f"rank {rank}, which has another shard of this replica, failed: see its error"))
         elif found:
-            self._are_finite.append(torch.tensor(False, device="cpu"))
+            self._largest.append(torch.tensor(math.inf, device="cpu"))
 
     def _conclude(self, finished: BackwardPass) -> BaseException | None:
         if finished.error is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap._checks import check_flag, short_repr
-from overlap._torch.foreach import all_finite
+from overlap._torch.foreach import largest
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.stage import Plan
 from overlap.hooks.wires import Int8, StageMemory, StageWithMemory, Wire, redistribute
 
 
@@ -53,32 +55,50 @@ class Quantize(StageWithMemory):
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self._memory = StageMemory(self, error_feedback=error_feedback, wire=self.wire)
 
-    async def __call__(self, bucket: Bucket) -> None:
-        if not bucket.buffer.is_floating_point():
-            raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; use AllReduce()")
-        if bucket.buffer.numel() == 0:
-            return
-        numel, scale = bucket.buffer.numel(), 1 / bucket.divisor
-        exchange = self._memory.sum_of(numel, bucket.group, bucket.buffer.device)
+    def plan(self, bucket: Bucket) -> Plan:
+        memory, buffer = self._memory, bucket.buffer
+        if not buffer.is_floating_point():
+            raise UnsupportedError(f"{self!r} cannot keep {buffer.dtype} gradients; use AllReduce()")
+        numel, scale, ranks = buffer.numel(), 1 / bucket.divisor, bucket.group.size()
+        if numel == 0:
+            return ()
+        exchange = memory.sum_of(numel, bucket.group, buffer.device)
+        own, mean = bucket, buffer  # Of one pass.
+
         # As in DDP, each rank divides before the sum.
-        if not self.error_feedback:
-            values = bucket.buffer.float().mul_(scale)
-            await exchange(values, out=values)
-            if values is not bucket.buffer:
-                bucket.buffer.copy_(values)
-            return
-        values = pad(bucket.buffer.float(), (0, exchange.padded_numel - numel)).mul_(scale)
-        own = bucket.with_buffer(values[:numel])
-        self._memory.add_errors(own.names, own.gradients)
-        mean = bucket.buffer if bucket.buffer.dtype == values.dtype else torch.empty_like(own.buffer)
-        await exchange(values, out=mean)
-        if mean is not bucket.buffer:
-            bucket.buffer.copy_(mean)
-        if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
-            # What rounding the mean loses is not delivered either; each rank keeps its part of it.
-            own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
-        self._memory.put(own.names, own.gradients)
-        self._memory.note_finite(all_finite(bucket.buffer))
+        def start() -> tuple[Tensor, Tensor]:
+            nonlocal mean
+            mean = buffer.float().mul_(scale)
+            return mean, mean
+
+        def finish() -> None:
+            nonlocal mean
+            if mean is not buffer:
+                buffer.copy_(mean)
+            mean = buffer
+
+        def start_with_errors() -> tuple[Tensor, Tensor]:
+            nonlocal own, mean
+            values = pad(buffer.float(), (0, exchange.padded_numel - numel)).mul_(scale)
+            own = bucket.with_buffer(values[:numel])
+            memory.add_errors(own.names, own.gradients)
+            mean = buffer if buffer.dtype == values.dtype else torch.empty_like(own.buffer)
+            return values, mean
+
+        def finish_with_errors() -> None:
+            nonlocal own
+            given = mean
+            finish()
+            if buffer.dtype.itemsize < given.dtype.itemsize:
+                # What rounding the mean loses is not delivered either; each rank keeps its part of it.
+                own.buffer.add_(given.sub_(buffer), alpha=1 / ranks)
+            memory.put(own.names, own.gradients)
+            memory.note_largest(largest(buffer))
+            own = bucket
+
+        if self.error_feedback:
+            return *exchange.plan(start_with_errors), finish_with_errors
+        return *exchange.plan(start), finish
 
     redistribute = staticmethod(redistribute)
 

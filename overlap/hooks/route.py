@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap._torch.foreach import all_finite, copy_all
+from overlap._torch.foreach import copy_all, largest
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, as_stage, shown
 from overlap.hooks.bucket import Bucket
@@ -32,7 +32,7 @@ class Route(Stage):
         self._reducer_of: dict[str, Stage] = {}
         """The reducer of each parameter, by name, while this is registered."""
         # Where a reducer has to know whether the results of the others are finite.
-        self._note_finite: Callable[[Tensor], None] | None = None
+        self._note_largest: Callable[[Tensor], None] | None = None
 
     def attach(self, context: StageContext) -> None:
         if context.names is None:
@@ -61,7 +61,7 @@ class Route(Stage):
                 f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}: mend it, or put it further to the front"
             )
         self._reducer_of = reducer_of
-        self._note_finite = context.note_finite if any(map(_has_feedback, self.children)) else None
+        self._note_largest = context.note_largest if any(map(_has_feedback, self.children)) else None
 
     def detach(self) -> None:
         self._reducer_of = {}
@@ -87,8 +87,8 @@ class Route(Stage):
             except Exception as error:
                 error.add_note(f"raised in stage {reducer!r}, {part.describe()}")
                 raise
-            if self._note_finite is not None and not _has_feedback(reducer):  # Those with feedback do it themselves.
-                self._note_finite(all_finite(part.buffer))
+            if self._note_largest is not None and not _has_feedback(reducer):  # Those with feedback do it themselves.
+                self._note_largest(largest(part.buffer))
             if runs:
                 copy_all(runs, part.buffer.split([run.numel() for run in runs]))
 

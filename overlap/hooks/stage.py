@@ -83,9 +83,9 @@ class StageContext:
     which ``others`` is true. See :meth:`Stage.commit`."""
     discard: Callable[..., None] = lambda found_inf=None, **others: None
     """``discard(others=...)``: the step is not made. See :meth:`Stage.discard`."""
-    note_finite: Callable[[Tensor], None] = lambda is_finite: None
-    """Notes where stages run whether results of the pass under way, the same on all ranks, are finite: a tensor of
-    bools. After a pass with one that is not, stages are called to discard."""
+    note_largest: Callable[[Tensor], None] = lambda largest: None
+    """Notes where stages run the largest magnitudes of results of the pass under way, the same on all ranks. After a
+    pass with one that is not finite, stages are called to discard."""
     replan: Callable[[], None] = lambda: None
     """Called before the first bucket of a pass: plans made so far are no longer valid."""
     watch: Callable[[Any], object] = lambda watcher: None

@@ -203,14 +203,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the residual is not added": Mutant(
         "hooks/powersgd/algorithm.py",
-        "add_all([gradients[place] for place in residuals], list(residuals.values()))",
+        "add_all([gradient for gradient, _ in pairs], [residual for _, residual in pairs if residual is not None])",
         "pass",
         _POWERSGD,
     ),
     "factors are not averaged": Mutant(
         "hooks/powersgd/algorithm.py",
-        "await all_reduce(sent, group=self.bucket.group)",
-        "await all_reduce(sent[numel:], group=self.bucket.group)",
+        "mean.reduction = all_reduce(sent, group=self.bucket.group)",
+        "mean.reduction = all_reduce(sent[own.flat.numel() :], group=self.bucket.group)",
         f"{_POWERSGD} -k suffices",
     ),
     "small matrices are compressed": Mutant(

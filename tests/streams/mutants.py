@@ -138,8 +138,8 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.runtime:Runtime.discard", "has_streams(found_inf.device)", "False", _FEEDBACK
     ),
     "the host looks whether factors are finite": _waiting(
-        "hooks.powersgd.algorithm:PowerIteration._marked",
-        "has_streams(mean.flat.device)",
+        "hooks.powersgd.algorithm:PowerIteration._settle",
+        "has_streams(last.flat.device)",
         "False",
         "factors, interleaved",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 import weakref
@@ -114,8 +115,8 @@ class Runtime:
         """Whether the stages are attached: a hook learns of the model from the first bucket."""
         self._is_unfinished = False
         """Whether the last backward ended with an error of the model's own, which DDP has still to forget."""
-        # Of the pass under way, the results that are the same on all ranks.
-        self._are_finite: list[Tensor] = []
+        # Magnitudes of results of the pass under way, the same on all ranks.
+        self._largest: list[Tensor] = []
         # The backward whose end is watched, what begins that from an output of the model, and what watches the buckets.
         self._graph = -1
         self._on_gradient = partial(_on_gradient, weakref.ref(self))
@@ -133,7 +134,7 @@ class Runtime:
             learns_of_steps=any(one.tells_of_steps for one in walk(stage)),
             commit=self.commit,
             discard=self.discard,
-            note_finite=self._are_finite.append,
+            note_largest=self._largest.append,
         )
         self._pass: BackwardPass | None = None
         self.passes = 0
@@ -496,7 +497,7 @@ class Runtime:
             for index, kept in self._kept.items()
             if kept.bucket.divisor == begun.divisor and [*map(stride_of, kept.bucket.parameters)] == kept.strides
         }
-        self._are_finite.clear()
+        self._largest.clear()
         if not self.context.learns_of_steps and (is_replay or self.context.names is None):
             self.commit()  # No forward was seen.
         try:
@@ -537,8 +538,8 @@ class Runtime:
             self._kept.clear()
         for watcher in self._watchers:
             watcher.over(failed=error is not None)
-        if error is None and self._are_finite:
-            self.discard(~torch.cat([hold(one).view(-1) for one in self._are_finite]).all())
+        if error is None and self._largest:
+            self.discard(self._found_inf())
         for stage in self._called["after_backward"]:
             try:
                 note = stage.after_backward(failed=error is not None)
@@ -553,6 +554,10 @@ class Runtime:
         # On any rank: DDP cannot finish this backward.
         self._is_unfinished = error is not None and _ABANDONED in str(error)
         return error
+
+    def _found_inf(self) -> Tensor:
+        """Whether a result of the pass is not finite."""
+        return ~(torch.cat([hold(one).view(-1) for one in self._largest]) < math.inf).all()
 
     def _watch_backward(self, graph: int) -> None:
         self._graph = graph

@@ -53,20 +53,22 @@ a matrix comes out as NaN, and the memory drops the values that the whole pass h
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from overlap._torch.device import has_streams, hold
-from overlap._torch.foreach import add_all, all_finite, copy_all, norms
+from overlap._torch.device import Workspace, has_streams, hold, hold_all
+from overlap._torch.foreach import add_all, all_finite, copy_all, largest
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import all_reduce
+from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.powersgd.memory import Memory, Side
+from overlap.hooks.segments import round_up
 from overlap.hooks.wires import Wire
 
 # On a CPU, copying larger matrices together takes longer than one more kernel.
@@ -75,10 +77,11 @@ _CPU_BLOCK_ROWS = 32
 
 
 class PowerIteration:
-    """The compressed reduction of one bucket, whose gradients become the output, in one step.
+    """The compressed reduction of one bucket, whose gradients become the output, step after step.
 
-    ``memory`` has residuals and factors of the step before by ``keys``, and gets those of this one. A step that starts
-    from new directions has a number, ``cold_step``.
+    ``memory`` has residuals and factors of the step before by ``keys``, and gets those of this one. ``is_left``: the
+    factors that are computed; both where it is ``None``. A step that starts from new directions has a number,
+    ``cold_step``.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class PowerIteration:
         keys: Sequence[str],
         memory: Memory,
         *,
+        is_left: bool | None,
         error_feedback: bool,
         wire: Wire | None,
         seed: int,
@@ -95,7 +99,8 @@ class PowerIteration:
     ) -> None:
         self.bucket = bucket
         self.layout = layout
-        places = [place for batch in layout.batches for place in batch.places]
+        self.is_left = is_left
+        gradients, places = bucket.gradients, [place for batch in layout.batches for place in batch.places]
         self.keys = [keys[place] for place in places]
         """Of the matrices, in the order of batches."""
         self.memory = memory
@@ -107,197 +112,277 @@ class PowerIteration:
         self.sent_numel = 0
         """Elements sent so far, in the bucket's dtype."""
         self.error_feedback = error_feedback
-        gradients, residuals = bucket.gradients, dict[int, Tensor]()
-        if error_feedback:
-            for place, key in zip(places, self.keys, strict=True):
-                if (residual := memory.residual(key, gradients[place], self.dtype)) is not None:
-                    residuals[place] = residual
-            if bucket.buffer.dtype == self.dtype:
-                add_all([gradients[place] for place in residuals], list(residuals.values()))
-                residuals = {}
-        self.matrices = [Matrices(batch, gradients, residuals, self.dtype) for batch in layout.batches]
+        self.matrices = [Matrices(batch, gradients, self.dtype) for batch in layout.batches]
+        self.compressed = [gradients[place] for place in places]
+        self.exact = [gradients[place] for place in layout.exact]
+        self._workspace = Workspace()
+        self._narrow: Tensor | None = None
+        """Of half precision: what is being sent."""
+        # Of each group, what all steps share, as it is used here.
+        self._rows: dict[_Group, tuple[Tensor, list[Tensor]]] = {}
+        self._spares: dict[_Group, Tensor] = {}
 
-    async def both_factors(self) -> None:
-        """PowerSGD: two all-reduces, of P and of Q."""
-        own_p = self._times(self._start(self.layout.right))  # P = M Q
-        p = self._orthonormalize(await self._mean(own_p, with_exact=True))
-        own_q = self._times(p)  # Q = M^T P
-        q = await self._mean(own_q)
-        self._decompress((p, own_q), (p, self._marked(q)), last=q)  # output = P Q^T
+    def plan(self) -> list[Callable[[], Any]]:
+        """The code between collectives, in its order: functions that return what to await next.
 
-    async def one_factor(self, *, is_left: bool) -> None:
-        """ACP-SGD: one all-reduce, of P or in every other step of Q; the basis is the other of the step before."""
-        basis = self._orthonormalize(self._start(self.layout.right if is_left else self.layout.left))
-        own = self._times(basis)  # P = M Q or Q = M^T P
-        mean = await self._mean(own, with_exact=True)
-        marked = self._marked(mean)
-        owns, means = ((own, basis), (marked, basis)) if is_left else ((basis, own), (basis, marked))
-        self._decompress(owns, means, last=mean)  # output = P Q^T
+        That is an operation, so that they are a stage's plan; with a wire a coroutine, so that they are not.
+        """
+        if self.is_left is None:
+            return [self._left, self._right, self._both]
+        return [self._one, self._output]
 
-    def _start(self, layout: FactorLayout) -> Factors:
-        """The factors of the step before; random directions where there are none, or of another shape."""
-        factors = self._empty(layout)
-        side: Side = "left" if layout.is_left else "right"
+    # PowerSGD: two all-reduces, of P and of Q.
+
+    def _left(self) -> Any:
+        self._begin()
+        self._times(self.start, self.sent)  # P = M Q
+        return self._send(self.sent, self.sent)
+
+    def _right(self) -> Any:
+        self._receive(self.sent, self.sent)
+        self._orthonormalize(self.sent)
+        self._times(self.sent, self.start)  # Q = M^T P
+        return self._send(self.start, self.other)
+
+    def _both(self) -> None:
+        self._receive(self.start, self.other)
+        self._decompress((self.sent, self.start), (self.sent, self.other), last=self.other)  # output = P Q^T
+
+    # ACP-SGD: one all-reduce, of P or in every other step of Q; the basis is the other of the step before.
+
+    def _one(self) -> Any:
+        self._begin()
+        self._orthonormalize(self.start)
+        self._times(self.start, self.other)  # P = M Q or Q = M^T P
+        return self._send(self.other, self.sent)
+
+    def _output(self) -> None:
+        self._receive(self.other, self.sent)
+        own, mean = (self.other, self.start), (self.sent, self.start)
+        if not self.is_left:
+            own, mean = own[::-1], mean[::-1]
+        self._decompress(own, mean, last=self.sent)  # output = P Q^T
+
+    def _begin(self) -> None:
+        """Compute M = gradient + residual; get the factors to start from, and what is sent uncompressed."""
+        if not self._workspace.take():
+            self._make_workspace()
+        if self.error_feedback:
+            self._add(self.memory.residuals(self.keys, self.compressed, self.dtype))
+        # The factors of the step before; random directions where there are none, or of another shape.
+        side: Side = "left" if self.start.layout.is_left else "right"
         targets, sources = [], []
-        for key, factor in zip(self.keys, factors.each(), strict=True):
+        for key, factor in zip(self.keys, self.start.each, strict=True):
             found = self.memory.get(key, side) if self.cold_step is None else None
             if found is not None and found.shape == factor.shape:
-                sources.append(hold(found))
+                sources.append(found)
                 targets.append(factor)
             else:
                 factor.copy_(self._random(*factor.shape, step=self.cold_step) * factor.size(1) ** -0.5)
-        copy_all(targets, sources)
-        return factors
+        hold_all(sources)
+        if self.bucket.buffer.dtype == self.dtype:
+            copy_all([*targets, *self.parts], [*sources, *self.exact])
+        else:  # One kernel copies all tensors from one dtype.
+            copy_all(targets, sources)
+            copy_all(self.parts, self.exact)
 
-    def _normalized(self, rows: Tensor, group: _Group) -> Tensor:
-        """All directions with length 1; drawn anew if they are zero, rounding errors or not finite.
+    def _make_workspace(self) -> None:
+        left, right = self.layout.left, self.layout.right
+        sent, start = (right, left) if self.is_left is False else (left, right)
+        other = start if self.is_left is None else sent
+        exact = [gradient.numel() for gradient in self.exact]
+        numels = [start.numel, sum([sent.numel, *exact]), other.numel]
+        # Each begins where a tensor of its own would, so that products are the same in every bit.
+        ends = list(itertools.accumulate(map(round_up, numels)))
+        flat = self._workspace.make(ends[-1], dtype=self.dtype, device=self.bucket.buffer.device)
+        first, second, third = (flat[end - round_up(numel) :][:numel] for end, numel in zip(ends, numels, strict=True))
+        self.start = Factors(start, first)
+        """The factors to start from; then, where both are computed, this rank's own."""
+        head, *tail = second.split_with_sizes([sent.numel, *exact])
+        self.sent = Factors(sent, head, whole=second)
+        """Those that are sent with the uncompressed gradients, whose ``parts`` are behind them."""
+        self.parts = [part.view(gradient.shape) for part, gradient in zip(tail, self.exact, strict=True)]
+        self.other = Factors(other, third)
+        """The mean of those that ``start`` holds in the end; or, where one is computed, this rank's own."""
 
-        Products with such directions stay in the range of the gradient, in half precision too. A direction vanishes
-        when the gradient had a smaller rank than the factor; a random one can find a direction of a later gradient.
-        """
-        lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        is_there = lengths > 8 * torch.finfo(self.dtype).eps * lengths.amax(dim=1, keepdim=True)
-        if not has_streams(rows.device) and bool(is_there.all()):
-            return torch.div(rows, lengths)
-        return torch.where(is_there, rows / lengths, self._spare(group))
+    def _add(self, residuals: Sequence[Tensor | None]) -> None:
+        if self.bucket.buffer.dtype == self.dtype:
+            pairs = [pair for pair in zip(self.compressed, residuals, strict=True) if pair[1] is not None]
+            add_all([gradient for gradient, _ in pairs], [residual for _, residual in pairs if residual is not None])
+            return
+        of_all = iter(residuals)
+        for matrices in self.matrices:
+            matrices.residuals = list(itertools.islice(of_all, len(matrices.gradients)))
 
-    def _times(self, basis: Factors) -> Factors:
+    def _times(self, basis: Factors, product: Factors) -> None:
         """P = M Q of this rank's matrices and the right factors ``basis``, or Q = M^T P of the left ones."""
-        is_left = basis.layout.is_left
-        product = self._empty(self.layout.right if is_left else self.layout.left)
         for matrices, factors, out in zip(self.matrices, basis.of_batches, product.of_batches, strict=True):
             loaded = matrices.load()
-            torch.bmm(factors, loaded if is_left else loaded.mT, out=out)
-        return product
+            torch.bmm(factors, loaded if basis.layout.is_left else loaded.mT, out=out)
 
-    def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors], *, last: Factors) -> None:
-        """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own. Residuals and the ``last`` mean
-        factors are put into the memory, as one tensor: so a step that is not made takes one kernel for all."""
-        numels = [one.numel for one in self.matrices] if self.error_feedback else []
-        factors_numel = last.flat.numel() if self.cold_step is None else 0
-        kept = torch.empty(sum(numels) + factors_numel, dtype=self.dtype, device=self.bucket.buffer.device)
-        *outs, of_factors = kept.split_with_sizes([*numels, factors_numel])
-        of_batches = zip(
-            self.matrices,
-            zip(own[0].of_batches, own[1].of_batches, strict=True),
-            zip(mean[0].of_batches, mean[1].of_batches, strict=True),
-            outs if numels else itertools.repeat(None),
-            strict=False,
-        )
-        errors: list[Tensor] = []
-        for matrices, of_own, of_mean, out in of_batches:
-            errors += matrices.decompress(of_own, of_mean, out)
-        if errors:
-            self.memory.put(self.keys, errors)
-        if self.cold_step is None:
-            side: Side = "left" if last.layout.is_left else "right"
-            changed = self._change(last, self._normalized, of_factors)
-            self.memory.put_factors(self.keys, side, changed.each())
-
-    async def _mean(self, factors: Factors, *, with_exact: bool = False) -> Factors:
-        """The mean of factors over ranks; ``factors`` become this rank's part in it, times the divisor.
-
-        ``with_exact``: the uncompressed gradients are reduced, too, in the same all-reduce unless factors have a wire.
-        """
-        exact = [self.bucket.gradients[place] for place in self.layout.exact] if with_exact else []
-        scale = 1.0
-        if self.bucket.buffer.dtype == torch.float16:
-            # It holds no more than 65504. An element is a product with a direction of length 1, so it is larger than
-            # all of the matrix by at most the root of the direction's length. Powers of two round nothing.
-            summed = max([batch.cols if factors.layout.is_left else batch.rows for batch in self.layout.batches])
-            scale = 2.0 ** -math.ceil(math.log2(summed) / 2)
-            factors.flat.mul_(scale)
-        if self.wire is None:
-            flat = await self._all_reduce(factors.flat, exact)
+    def _send(self, own: Factors, mean: Factors) -> Any:
+        """Make ``mean`` the mean over ranks of the factors ``own``, which become this rank's part in it, times the
+        divisor, unless they are the same. The uncompressed gradients are reduced with ``sent``, in the same all-reduce
+        unless factors have a wire."""
+        divisor, dtype = self.bucket.divisor, self.bucket.buffer.dtype
+        if (scale := self._scale_of(own)) < 1:
+            own.flat.mul_(scale)
+        if self.wire is not None:
+            return self._send_by_wire(own, mean)
+        sent = mean.whole
+        if own is not mean and sent is mean.flat:
+            torch.mul(own.flat, 1 / divisor, out=sent)
         else:
-            await self._all_reduce(factors.flat[:0], exact)
-            flat = await self._sum_by_wire(factors.flat)
-        if scale < 1:
-            factors.flat.div_(scale)
-            flat = flat / scale
-        return Factors(factors.layout, flat)
-
-    async def _all_reduce(self, flat: Tensor, exact: Sequence[Tensor]) -> Tensor:
-        """The mean of factors, and that of gradients, in place, by one all-reduce in the bucket's dtype."""
-        numel, dtype, divisor = flat.numel(), self.bucket.buffer.dtype, self.bucket.divisor
-        if exact:
-            sent = torch.cat([flat, *(gradient.reshape(-1) for gradient in exact)]).mul_(1 / divisor).to(dtype)
-        else:
-            sent = flat.mul(1 / divisor).to(dtype)
-        if sent.numel() == 0:
-            return flat
+            if own is not mean:
+                mean.flat.copy_(own.flat)
+            sent.mul_(1 / divisor)
         if dtype != self.dtype:
-            # Rounding errors of the bucket's dtype are not sent, so they have to stay in the residual.
-            flat.copy_(sent[:numel]).mul_(divisor)
-        await all_reduce(sent, group=self.bucket.group)
+            sent = self._narrow = sent.to(dtype)
+            if own is not mean:
+                # Rounding errors of the bucket's dtype are not sent, so they have to stay in the residual.
+                own.flat.copy_(sent[: own.flat.numel()]).mul_(divisor)
         self.sent_numel += sent.numel()
-        if exact and not has_streams(sent.device):
-            self.memory.note_finite(all_finite(sent[numel:]))
-        parts = sent[numel:].split([gradient.numel() for gradient in exact])
-        copy_all(exact, [part.view_as(gradient) for part, gradient in zip(parts, exact, strict=True)])
-        return sent[:numel].to(self.dtype)
+        if sent is not mean.whole:
+            return all_reduce(sent, group=self.bucket.group)
+        if mean.reduction is None:
+            mean.reduction = all_reduce(sent, group=self.bucket.group)
+        return mean.reduction
 
-    async def _sum_by_wire(self, flat: Tensor) -> Tensor:
-        """The mean of factors by messages of the wire, the same on every rank bit for bit."""
-        bucket, group = self.bucket, self.bucket.group
-        quantized_sum = self.memory.sum_of(flat.numel(), group, flat.device)
-        values = flat.mul(1 / bucket.divisor).float()
-        errors, mean = values.clone(), torch.empty_like(values)
-        await quantized_sum(errors, out=mean)
-        flat.copy_(values.sub_(errors)).mul_(bucket.divisor)
+    async def _send_by_wire(self, own: Factors, mean: Factors) -> None:
+        """As :meth:`_send`, by messages of the wire: the mean is the same on every rank bit for bit."""
+        bucket, group, numel = self.bucket, self.bucket.group, own.flat.numel()
+        if (exact := mean.whole[numel:]).numel():
+            sent = exact.mul_(1 / bucket.divisor).to(bucket.buffer.dtype)
+            await all_reduce(sent, group=group)
+            exact.copy_(sent)
+            self.sent_numel += sent.numel()
+        quantized_sum = self.memory.sum_of(numel, group, own.flat.device)
+        values = own.flat.mul(1 / bucket.divisor).float()
+        errors, total = values.clone(), torch.empty_like(values)
+        await quantized_sum(errors, out=total)
+        own.flat.copy_(values.sub_(errors)).mul_(bucket.divisor)
+        mean.flat.copy_(total)
         sent_bytes = group.size() * quantized_sum.codec.message_bytes
-        self.sent_numel += math.ceil(sent_bytes / bucket.buffer.dtype.itemsize) if group.size() > 1 else flat.numel()
-        return mean.to(self.dtype)
+        self.sent_numel += math.ceil(sent_bytes / bucket.buffer.dtype.itemsize) if group.size() > 1 else numel
 
-    def _marked(self, mean: Factors) -> Factors:
-        """The mean factors with NaN in place of matrices that are not finite on all ranks, which so come out as NaN;
-        see [Note: matrices that are not finite]."""
-        factors = mean.each()
-        if has_streams(mean.flat.device):
-            exact = [self.bucket.gradients[place].to(self.dtype) for place in self.layout.exact]
-            are_finite = torch.stack(norms([*factors, *exact], math.inf)) < math.inf
-            self.memory.note_finite(are_finite)
-            are_finite = are_finite[: len(factors)]
-        else:
-            self.memory.note_finite(are_all := all_finite(mean.flat))
-            if are_all:
-                return mean
-            are_finite = torch.stack(norms(factors, math.inf)) < math.inf
-        return Factors(mean.layout, torch.where(are_finite[mean.layout.owners], mean.flat, mean.layout.nan))
+    def _receive(self, own: Factors, mean: Factors) -> None:
+        """What :meth:`_send` has sent is there."""
+        if self._narrow is not None:
+            mean.whole.copy_(self._narrow)
+            self._narrow = None
+        if (scale := self._scale_of(own)) < 1:
+            for factors in {own, mean}:
+                factors.flat.div_(scale)
+        if mean is self.sent and self.exact:
+            self.memory.note_largest(largest(mean.whole[mean.flat.numel() :]))
+            copy_all(self.exact, self.parts)
 
-    def _orthonormalize(self, factors: Factors) -> Factors:
-        """Orthonormal bases of the factors' spans, any where they are not finite.
+    def _scale_of(self, factors: Factors) -> float:
+        """In half precision, what factors are multiplied by where they are sent."""
+        if self.bucket.buffer.dtype != torch.float16:
+            return 1.0
+        # It holds no more than 65504. An element is a product with a direction of length 1, so it is larger than all of
+        # the matrix by at most the root of the direction's length. Powers of two round nothing.
+        summed = max([batch.cols if factors.layout.is_left else batch.rows for batch in self.layout.batches])
+        return 2.0 ** -math.ceil(math.log2(summed) / 2)
+
+    def _orthonormalize(self, factors: Factors) -> None:
+        """Orthonormal bases of the factors' spans in place of the factors, any where these are not finite.
 
         On a CPU Householder's QR is the fastest at every shape that matters. Accelerators run it one matrix after
         another, so there it serves ``float64`` alone, which Cholesky-QR cannot do in a wider dtype.
         """
-        if has_streams(factors.flat.device) and self.dtype != torch.float64:
-            return self._change(factors, lambda rows, group: cholesky_qr(rows, self._spare(group)))
-        return self._change(factors, lambda rows, group: householder_qr(rows.nan_to_num(0.0, 0.0, 0.0)))
+        is_cholesky = has_streams(factors.flat.device) and self.dtype != torch.float64
+        for group, views in zip(factors.layout.groups, factors.of_groups, strict=True):
+            rows, parts = self._loaded(group, views)
+            if is_cholesky and parts is not views:
+                cholesky_qr(rows, self._spare(group), out=rows)
+            elif is_cholesky:
+                rows.copy_(cholesky_qr(rows, self._spare(group)))
+            else:
+                rows.copy_(householder_qr(rows.nan_to_num(0.0, 0.0, 0.0)))
+            if parts is not views:
+                copy_all(views, parts)
 
-    def _change(
-        self, factors: Factors, change: Callable[[Tensor, _Group], Tensor], out: Tensor | None = None
-    ) -> Factors:
-        """The factors with those of each group as ``change(rows, group)`` of ``rows``, shape ``(count, rank, length)``,
-        in ``out``, which is flat, or else a new tensor."""
-        made = self._empty(factors.layout) if out is None else Factors(factors.layout, out)
-        for group in factors.layout.groups:
-            given, alike = factors.views(group), made.views(group)
-            if len(alike) == 1:
-                alike[0].copy_(change(given[0], group))
+    def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors], *, last: Factors) -> None:
+        """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own. Residuals and the ``last`` mean
+        factors are put into the memory, as one tensor: so a step that is not made takes one kernel for all."""
+        numels = [matrices.numel for matrices in self.matrices] if self.error_feedback else []
+        numel = last.layout.numel if self.cold_step is None else 0
+        kept = torch.empty(sum(numels) + numel, dtype=self.dtype, device=self.bucket.buffer.device)
+        *outs, flat = kept.split_with_sizes([*numels, numel])
+        directions = Factors(last.layout, flat) if self.cold_step is None else None
+        self._settle(last, directions)
+        errors: list[Tensor] = []
+        for place, matrices in enumerate(self.matrices):
+            of_own, of_mean = ((left.of_batches[place], right.of_batches[place]) for left, right in (own, mean))
+            errors += matrices.decompress(of_own, of_mean, outs[place] if numels else None)
+        if errors:
+            self.memory.put(self.keys, errors)
+        if directions is not None:
+            self.memory.put_factors(self.keys, "left" if last.layout.is_left else "right", directions.each)
+        self._workspace.give_back()
+        self.memory.count(self.bucket.buffer.numel(), self.sent_numel)
+        self.sent_numel = 0
+
+    def _settle(self, last: Factors, directions: Factors | None) -> None:
+        """Write the ``last`` mean factors to ``directions``, if any, all with length 1; and replace those of matrices
+        that are not finite on all ranks by NaN, as which such a matrix so comes out. See [Note: matrices that are not
+        finite].
+
+        A direction is drawn anew if it is zero, a rounding error or not finite. Products with such directions stay in
+        the range of the gradient, in half precision too. One vanishes when the gradient had a smaller rank than the
+        factor; a random one can find a direction of a later gradient.
+        """
+        is_on_host = not has_streams(last.flat.device)
+        new = directions.of_groups if directions is not None else [[]] * len(last.of_groups)
+        for group, views, targets in zip(last.layout.groups, last.of_groups, new, strict=True):
+            rows, parts = self._loaded(group, views)
+            lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            longest = lengths.amax(dim=1, keepdim=True)
+            if not is_on_host:
+                # Values of ``float32`` have finite lengths in ``float64``.
+                is_wide = rows.dtype != self.dtype
+                most = longest if is_wide else torch.linalg.vector_norm(rows, math.inf, dim=(1, 2), keepdim=True)
+                self.memory.note_largest(most)
+                marked = torch.sub(rows, most, alpha=0)  # The rows in every bit, or NaN.
+            if targets:
+                is_there = lengths > 8 * torch.finfo(self.dtype).eps * longest
+                out = targets[0] if parts is views else rows
+                if is_on_host and bool(is_there.all()):
+                    torch.div(rows, lengths, out=out)
+                else:
+                    torch.where(is_there, rows / lengths, self._spare(group), out=out)
+            if is_on_host:
                 continue
-            # On an accelerator. In the dtype that Cholesky-QR computes in.
-            rows = self._kept("rows", group, torch.float64)
-            copy_all(_beginnings(rows, group), given)
-            copy_all(alike, _beginnings(change(rows, group), group))
-        return made
+            if parts is views:
+                rows.copy_(marked)
+            else:
+                copy_all([*views, *targets], [*_beginnings(marked, group), *(parts if targets else ())])
+        if is_on_host:
+            self.memory.note_largest(most := largest(last.flat))
+            for factor in () if most < math.inf else last.each:
+                factor.masked_fill_(~all_finite(factor), math.nan)
+
+    def _loaded(self, group: _Group, views: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The factors of a group as one batch, and the part of it that each of ``views`` fills: one view is the batch
+        itself. On an accelerator there are several, and then it is in the dtype that Cholesky-QR computes in."""
+        if len(views) == 1:
+            return views[0], views
+        if (found := self._rows.get(group)) is None:
+            rows = self._shared("rows", group, torch.float64)
+            found = self._rows[group] = rows, _beginnings(rows, group)
+        copy_all(found[1], views)
+        return found
 
     def _spare(self, group: _Group) -> Tensor:
         """Random orthonormal directions for all factors of a group, the same in all steps."""
-        return self._kept("spare", group, self.dtype)
+        if (found := self._spares.get(group)) is None:
+            found = self._spares[group] = self._shared("spare", group, self.dtype)
+        return found
 
-    def _kept(self, name: Literal["rows", "spare"], group: _Group, dtype: torch.dtype) -> Tensor:
-        """Zeros with room for all factors of a group, or its spare directions, made once for all steps."""
+    def _shared(self, name: Literal["rows", "spare"], group: _Group, dtype: torch.dtype) -> Tensor:
+        """Zeros with room for all factors of a group, or its spare directions, made once for all steps and buckets."""
         kept, device = self.memory.kept, self.bucket.buffer.device
         if (found := kept.get((name, group, dtype, device))) is None:
             _, (_, rank, longest) = group[-1]
@@ -311,9 +396,6 @@ class PowerIteration:
         """Random directions ``(rank, length)``: of one ``step``, or the same in all steps."""
         device = self.bucket.buffer.device
         return random_directions(rank, length, seed=self.seed, step=step, dtype=self.dtype, device=device)
-
-    def _empty(self, layout: FactorLayout) -> Factors:
-        return Factors(layout, torch.empty(layout.owners.numel(), dtype=self.dtype, device=self.bucket.buffer.device))
 
 
 def random_directions(
@@ -338,7 +420,7 @@ def householder_qr(rows: Tensor) -> Tensor:
     return basis
 
 
-def cholesky_qr(rows: Tensor, spare: Tensor) -> Tensor:
+def cholesky_qr(rows: Tensor, spare: Tensor, *, out: Tensor | None = None) -> Tensor:
     """By two rounds of Cholesky-QR in ``float64``: products and small triangles, which accelerators like.
 
     Rounding has made the rows uncertain by their dtype's epsilon, so a few times that is added to them in random
@@ -356,7 +438,7 @@ def cholesky_qr(rows: Tensor, spare: Tensor) -> Tensor:
         lower, _ = torch.linalg.cholesky_ex(basis @ basis.mT)
         basis = torch.linalg.solve_triangular(lower, basis, upper=False)
     is_whole = torch.linalg.vector_norm(basis, dim=(1, 2), keepdim=True) < math.inf
-    return torch.where(is_whole, basis, spare).to(rows.dtype)
+    return torch.where(is_whole, basis, spare, out=out).to(rows.dtype)
 
 
 # Which gradients of a bucket are compressed, and where their factors are. See [Note: layout of factors].
@@ -385,19 +467,15 @@ class FactorLayout:
     """Of each batch of matrices."""
     groups: tuple[_Group, ...]
     """Of the factors that are orthonormalized at once, by length."""
-    owners: Tensor
-    """The number of the matrix that each element belongs to, in the order of batches."""
-    nan: Tensor
-    """0-dimensional, on their device."""
+    numel: int
+    """Elements of all."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch], *, is_left: bool, device: torch.device) -> FactorLayout:
         """The left or the right factors of ``batches``."""
         shapes = [(len(batch.places), batch.rank, batch.rows if is_left else batch.cols) for batch in batches]
-        firsts = [0, *itertools.accumulate(count for count, _, _ in shapes)]
         of_batches: dict[int, _View] = {}
         alike: list[_View] = []
-        owners = [torch.empty(0, dtype=torch.int64, device=device)]
         end = 0
         by_length = sorted(range(len(shapes)), key=lambda index: shapes[index][1:])
         for (rank, length), indices in itertools.groupby(by_length, key=lambda index: shapes[index][1:]):
@@ -405,33 +483,39 @@ class FactorLayout:
             for index in indices:
                 of_batches[index] = (end, shapes[index])
                 end += math.prod(shapes[index])
-                numbers = torch.arange(firsts[index], firsts[index + 1], device=device)
-                owners.append(numbers.repeat_interleave(rank * length))
             alike.append((start, ((end - start) // (rank * length), rank, length)))
         together = itertools.groupby(alike, key=lambda view: view[1][1] if has_streams(device) else view)
         return cls(
             is_left=is_left,
             of_batches=tuple(of_batches[index] for index in range(len(shapes))),
             groups=tuple(tuple(views) for _, views in together),
-            owners=torch.cat(owners),
-            nan=torch.full((), math.nan, device=device),
+            numel=end,
         )
 
 
 class Factors:
-    """All left or all right factors of a bucket, views of ``flat``."""
+    """All left or all right factors of a bucket, views of ``flat``; which may be the beginning of a ``whole``."""
 
-    def __init__(self, layout: FactorLayout, flat: Tensor) -> None:
+    def __init__(self, layout: FactorLayout, flat: Tensor, *, whole: Tensor | None = None) -> None:
         self.layout = layout
         self.flat = flat
-        self.of_batches = self.views(layout.of_batches)
+        self.whole = flat if whole is None or whole.numel() == flat.numel() else whole
+        self.reduction: Operation | None = None
+        """Sums ``whole`` over ranks."""
+        self.of_batches = self._views(layout.of_batches)
         """Of each batch of matrices, ``(count, rank, length)``."""
 
+    @functools.cached_property
+    def of_groups(self) -> list[list[Tensor]]:
+        """Of each group, those of each length."""
+        return [self._views(group) for group in self.layout.groups]
+
+    @functools.cached_property
     def each(self) -> list[Tensor]:
         """The factors of each matrix, ``(rank, length)``, in the order of batches."""
         return [factor for of_batch in self.of_batches for factor in of_batch.unbind()]
 
-    def views(self, views: Sequence[_View]) -> list[Tensor]:
+    def _views(self, views: Sequence[_View]) -> list[Tensor]:
         start = self.flat.storage_offset()
         return [
             self.flat.as_strided((count, rank, length), (rank * length, length, 1), start + offset)
@@ -488,35 +572,32 @@ class Matrices:
     """The matrices M = gradient + residual of one batch.
 
     In memory formats such as channels-last the columns of a matrix are in another order than in the gradient's shape,
-    which is the same on all ranks and changes no product. ``residuals``, by place, are those that are not added yet, of
-    ``dtype``, in which this computes.
+    which is the same on all ranks and changes no product. ``dtype`` is that in which this computes.
     """
 
-    def __init__(
-        self, batch: Batch, gradients: Sequence[Tensor], residuals: Mapping[int, Tensor], dtype: torch.dtype
-    ) -> None:
-        def as_matrix(tensor: Tensor) -> Tensor:
-            return tensor if tensor.ndim == 2 else tensor.as_strided((batch.rows, batch.cols), (batch.cols, 1))
-
+    def __init__(self, batch: Batch, gradients: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._batch, self._dtype = batch, dtype
         self._given = [gradients[place] for place in batch.places]
-        self._gradients = list(map(as_matrix, self._given))
-        self._residuals = {row: as_matrix(residuals[p]) for row, p in enumerate(batch.places) if p in residuals}
-        self._dtype = dtype
-        self._is_in_place = self._gradients[0].dtype == dtype
-        self._is_alone = self._is_in_place and len(self._gradients) == 1
+        self.gradients = list(map(self._as_matrix, self._given))
+        self.residuals: Sequence[Tensor | None] = ()
+        """Those that are not in the gradients yet, of ``dtype``."""
+        self.numel = len(batch.places) * batch.rows * batch.cols
+        """Elements of all."""
+        is_alone = len(self.gradients) == 1 and self.gradients[0].dtype == dtype
+        self._alone = self.gradients[0][None] if is_alone else None
+
+    def _as_matrix(self, tensor: Tensor) -> Tensor:
+        rows, cols = self._batch.rows, self._batch.cols
+        return tensor if tensor.ndim == 2 else tensor.as_strided((rows, cols), (cols, 1))
 
     def load(self) -> Tensor:
         """M, ``(count, rows, cols)``: a copy, unless one matrix is alone."""
-        if self._is_alone:
-            return self._gradients[0][None]
-        matrices = torch.stack(self._gradients).to(self._dtype)
-        add_all([matrices[row] for row in self._residuals], list(self._residuals.values()))
+        if self._alone is not None:
+            return self._alone
+        matrices = torch.stack(self.gradients).to(self._dtype)
+        errors = [(row, error) for row, error in enumerate(self.residuals) if error is not None]
+        add_all([matrices[row] for row, _ in errors], [self._as_matrix(error) for _, error in errors])
         return matrices
-
-    @property
-    def numel(self) -> int:
-        """Elements of all."""
-        return sum([gradient.numel() for gradient in self._gradients])
 
     def decompress(
         self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], out: Tensor | None
@@ -525,7 +606,7 @@ class Matrices:
         shaped as the gradients, in ``out``, which is flat; nothing where that is ``None``."""
         matrices = self.load()
         errors = None if out is None else out.view(matrices.shape)
-        if errors is not None and self._is_alone and not has_streams(matrices.device):
+        if errors is not None and self._alone is not None and not has_streams(matrices.device):
             # A block of rows stays in the CPU's cache between the two products.
             parts = (matrices[0], errors[0], own[0][0].t(), mean[0][0].t())
             for matrix, error, own_p, mean_p in zip(*(part.split(_CPU_BLOCK_ROWS) for part in parts), strict=True):
@@ -535,8 +616,9 @@ class Matrices:
             if errors is not None:
                 torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=errors)
             torch.bmm(mean[0].mT, mean[1], out=matrices)
-            if not self._is_alone:
-                copy_all(self._gradients, matrices.unbind())
+            if self._alone is None:
+                copy_all(self.gradients, matrices.unbind())
+        self.residuals = ()
         # As matrices, whose columns are in the order of the gradient's memory, they were made of it.
         return [
             error if gradient.ndim == 2 else error.as_strided(gradient.size(), gradient.stride())

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from overlap._torch.device import hold
+from overlap._torch.device import hold_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import StageContext
@@ -57,25 +57,36 @@ class Memory(StageMemory):
         self.put(keys, factors, side)
         self.drop(keys, "right" if side == "left" else "left")
 
-    def residual(self, key: str, gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The residual of a parameter in the memory format of ``gradient``, not to be changed; ``None`` if there is
-        none.
+    def residuals(self, keys: Sequence[str], gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+        """The residuals of parameters in the memory format of their ``gradients``, not to be changed; ``None`` where
+        there is none.
 
         Raises:
-            ConfigurationError: the residual was loaded for a parameter of another shape.
+            ConfigurationError: one was loaded for a parameter of another shape.
         """
-        if (found := self.get(key)) is None:
-            return None
-        check_shape(f"parameter {key}", found, gradient)
-        if (found.stride(), found.dtype, found.device) == (gradient.stride(), dtype, gradient.device):
-            return hold(found)
-        return torch.empty_like(gradient, dtype=dtype, memory_format=torch.preserve_format).copy_(hold(found))
+        residuals = [self.get(key) for key in keys]
+        hold_all([found for found in residuals if found is not None])
+        for place, (key, found, gradient) in enumerate(zip(keys, residuals, gradients, strict=True)):
+            if found is None:
+                continue
+            check_shape(f"parameter {key}", found, gradient)
+            if (found.stride(), found.dtype, found.device) != (gradient.stride(), dtype, gradient.device):
+                like = torch.empty_like(gradient, dtype=dtype, memory_format=torch.preserve_format)
+                residuals[place] = like.copy_(found)
+        return residuals
 
     def release(self, keys: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Add the residuals of parameters that are no longer compressed, as after loading with another rank."""
-        self.add_errors(keys, gradients)
-        for kind in ("error", "left", "right"):
-            self.drop(keys, kind)
+        kinds = ("error", "left", "right")
+        if self.has_any({(kind, key) for kind in kinds for key in keys}):
+            self.add_errors(keys, gradients)
+            for kind in kinds:
+                self.drop(keys, kind)
+
+    def count(self, before: int, after: int) -> None:
+        """A bucket is compressed, from ``before`` elements to ``after``."""
+        self.counts["before"] += before
+        self.counts["after"] += after
 
     def compression_stats(self) -> tuple[float, int, int]:
         """The ratio of elements before and after compression (0 before any was sent), and both numbers."""

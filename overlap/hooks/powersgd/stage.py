@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from overlap._checks import as_number, check_flag, check_whole_number, short_repr
-from overlap._torch.foreach import all_finite
+from overlap._torch.foreach import largest
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration, ReductionLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.reducers import AllReduce
+from overlap.hooks.stage import Plan, follow
 from overlap.hooks.wires import StageWithMemory, Wire
 
 
@@ -97,47 +99,52 @@ class PowerSGD(StageWithMemory):
     def before_backward(self, *, is_replay: bool) -> None:
         super().before_backward(is_replay=is_replay)
         self._memory.counts["steps"] += 1
+        if self._step == 0:  # Compression begins.
+            self._memory.replan()
+
+    @property
+    def _step(self) -> int:
+        """Passes since compression began."""
+        return self._memory.counts["steps"] - 1 - self.start_step
 
     async def __call__(self, bucket: Bucket) -> None:
+        await follow(self._plan(bucket))
+
+    def plan(self, bucket: Bucket) -> Plan | None:
+        """``None`` where steps differ from each other, or factors are sent by a wire's several collectives."""
+        is_always = self.wire is None and self.warm_start and not self.alternate
+        return self._plan(bucket) if is_always else None
+
+    def _plan(self, bucket: Bucket) -> Plan:
+        memory, step = self._memory, self._step
         # Also before compression begins, because parameters without names are numbered in the first pass.
-        keys = self._memory.keys_of(bucket)
-        # Passes since compression began.
-        step = self._memory.counts["steps"] - 1 - self.start_step
+        keys = memory.keys_of(bucket)
         # A buffer of complex gradients holds them as pairs of real numbers.
         is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
         if step < 0 or not is_real or bucket.buffer.numel() == 0:
-            await self._all_reduce(bucket)
-            return
-        sent_numel = await self._reduce(bucket, keys, step)
-        # Not in one statement: other buckets count during the await.
-        self._memory.counts["before"] += bucket.buffer.numel()
-        self._memory.counts["after"] += sent_numel
-
-    async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
-        """Reduce the bucket; returns how many elements were sent."""
+            return self._all_reduce.plan(bucket)
         layout = self._layout_of(bucket, keys)
-        self._memory.release(
-            [keys[place] for place in layout.exact], [bucket.gradients[place] for place in layout.exact]
-        )
+        exact, gradients = [keys[place] for place in layout.exact], [bucket.gradients[place] for place in layout.exact]
+        release = partial(memory.release, exact, gradients)
         if not layout.batches:
-            await self._all_reduce(bucket)
-            self._memory.note_finite(all_finite(bucket.buffer))
-            return bucket.buffer.numel()
+
+            def count() -> None:
+                memory.note_largest(largest(bucket.buffer))
+                memory.count(bucket.buffer.numel(), bucket.buffer.numel())
+
+            return release, *self._all_reduce.plan(bucket), count
         iteration = PowerIteration(
             bucket,
             layout,
             keys,
-            self._memory,
+            memory,
+            is_left=step % 2 == 0 if self.alternate else None,
             error_feedback=self.error_feedback,
             wire=self.wire,
             seed=self.seed,
             cold_step=None if self.warm_start else step,
         )
-        if self.alternate:
-            await iteration.one_factor(is_left=step % 2 == 0)
-        else:
-            await iteration.both_factors()
-        return iteration.sent_numel
+        return release, *iteration.plan()
 
     def _layout_of(self, bucket: Bucket, keys: tuple[str, ...]) -> ReductionLayout:
         key = (keys, bucket.buffer.numel(), bucket.buffer.device)

@@ -20,6 +20,11 @@ from overlap.hooks.segments import round_up
 _BLOCK_NUMEL = 256 * 1024
 
 
+Fields = tuple[Tensor, ...]
+"""Views of messages, ``(..., chunks, n)`` for each field: see :meth:`Codec.fields_in`."""
+Messages = Tensor | Fields
+
+
 class Field(NamedTuple):
     """Numbers that a message holds of each chunk."""
 
@@ -86,22 +91,31 @@ class Codec(ABC):
     def _fields(self) -> tuple[Field, ...]:
         return self.fields
 
-    def encode_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
+    def fields_in(self, messages: Tensor) -> Fields:
+        """The fields of ``messages``, of shape ``(..., message_bytes)``; whoever encodes and decodes the same messages
+        several times gives these in their place."""
+        parts = messages.split_with_sizes(self._sizes, dim=-1)
+        return tuple(
+            part.view(dtype).view(*messages.shape[:-1], self.chunks, numel)
+            for part, (dtype, numel) in zip(parts, self._fields, strict=False)
+        )
+
+    def encode_rows(self, values: Tensor, messages: Messages, generator: torch.Generator | None = None) -> None:
         """Write each row of ``values``, shape ``(n, numel)``, into one of ``messages``, ``(n, message_bytes)``."""
         for block, fields in self._blocks(values, messages):
             self.write(block, fields, generator)
 
-    def subtract_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
+    def subtract_rows(self, values: Tensor, messages: Messages, generator: torch.Generator | None = None) -> None:
         """As :meth:`encode_rows`, and leave in ``values`` the rounding errors."""
         for block, fields in self._blocks(values, messages, changes=True):
             block.sub_(self.round(block, fields, generator))
 
-    def decode_rows(self, messages: Tensor, out: Tensor) -> None:
+    def decode_rows(self, messages: Messages, out: Tensor) -> None:
         """Write the values of each of ``messages``, shape ``(n, message_bytes)``, to a row of ``out``."""
         for block, fields in self._blocks(out, messages, changes=True):
             self.read(fields, block)
 
-    def add_rows(self, messages: Tensor, total: Tensor) -> None:
+    def add_rows(self, messages: Messages, total: Tensor) -> None:
         """Add the values of each message to ``total``, shape ``(numel,)``.
 
         On a CPU in their order; where there are streams, they may be added up first.
@@ -117,23 +131,19 @@ class Codec(ABC):
                 first = torch.zeros(len(decoded), dtype=torch.int64, device=total.device)
                 block[0][None].index_add_(0, first, decoded)
 
-    def _blocks(
-        self, values: Tensor, messages: Tensor, *, changes: bool = False
-    ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    def _blocks(self, values: Tensor, messages: Messages, *, changes: bool = False) -> Iterator[tuple[Tensor, Fields]]:
         """Views ``(messages, chunks, n)`` of some chunks at a time: their values, their part of each field.
 
         One row of ``values`` stands for a row for each message, all of them the same one. Of one short row the last
         chunks are copied, of several short rows all chunks; ``changes``: the caller writes to them, so they are copied
         back.
         """
-        count, given = len(messages), values.size(-1)
-        if self.chunks == 0 or count == 0:
+        if self.chunks == 0:
             return
-        parts = messages.split_with_sizes(self._sizes, dim=1)
-        fields = [
-            part.view(dtype).view(count, self.chunks, numel)
-            for part, (dtype, numel) in zip(parts, self._fields, strict=False)
-        ]
+        fields = self.fields_in(messages) if isinstance(messages, Tensor) else messages
+        count, given = len(fields[0]), values.size(-1)
+        if count == 0:
+            return
         is_at_once = has_streams(values.device)
         # Where kernels are launched, one copy costs less than to launch them twice.
         whole = given // self.chunk_numel if given == self.numel or (len(values) == 1 and not is_at_once) else 0
@@ -142,7 +152,7 @@ class Codec(ABC):
         if is_at_once:
             yield (
                 (values if whole else rest).expand(count, -1).view(count, self.chunks, self.chunk_numel),
-                tuple(fields),
+                fields,
             )
         else:
             yield from self._cut(values[:, :end], [field[:, :whole] for field in fields])

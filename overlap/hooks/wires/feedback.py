@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import has_streams, hold, storage_key
+from overlap._torch.device import has_streams, hold, whole_of
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.stage import Stage, StageContext
@@ -85,7 +85,6 @@ class StageMemory:
         self.has_feedback = error_feedback
         self.generator = RoundingGenerator(wire)
         self._owner, self._wire = owner, wire
-        self._sums: dict[tuple[dist.ProcessGroup, int], QuantizedSum] = {}
         # By kind and name, as the last step has left them; and what passes since have put in their place.
         self._committed: dict[tuple[str, str], Tensor] = {}
         self._tentative: dict[tuple[str, str], Tensor | None] = {}
@@ -116,6 +115,10 @@ class StageMemory:
         """
         key = (kind, name)
         return self._tentative[key] if key in self._tentative else self._committed.get(key)
+
+    def has_any(self, keys: Collection[tuple[str, str]]) -> bool:
+        """Whether there is a value of any kind and name of ``keys``."""
+        return not (self._committed.keys().isdisjoint(keys) and self._tentative.keys().isdisjoint(keys))
 
     def put(self, names: Sequence[str], values: Sequence[Tensor], kind: str = "error") -> None:
         """Put new values."""
@@ -150,10 +153,10 @@ class StageMemory:
                 errors.append(hold(error.to(value.device)))
         add_all(changed, errors)
 
-    def note_finite(self, are_finite: Tensor) -> None:
-        """Results of this pass, the same on all ranks, are finite or not: bools."""
+    def note_largest(self, largest: Tensor) -> None:
+        """Results of this pass, the same on all ranks, have these largest magnitudes, which may not be finite."""
         if self._context is not None:
-            self._context.note_finite(are_finite)
+            self._context.note_largest(largest)
 
     # The step.
 
@@ -203,20 +206,22 @@ class StageMemory:
 
     # Where it serves.
 
+    def replan(self) -> None:
+        """Plans that stages have made are no longer valid."""
+        if self._context is not None:
+            self._context.replan()
+
     def sum_of(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> QuantizedSum:
-        """The sum of ``numel`` values over ``group`` by the wire, made once for all values of a number. The levels are
-        those of the model's own group."""
-        if (made := self._sums.get((group, numel))) is None:
-            assert self._wire is not None, "values are sent by a wire"
-            is_own = self._context is not None and group is self._context.group
-            made = self._sums[group, numel] = QuantizedSum(
-                numel,
-                wire=self._wire,
-                generator=self.generator.for_rank(group.rank(), device),
-                group=group,
-                levels=self._levels if is_own else None,
-            )
-        return made
+        """The sum of ``numel`` values over ``group`` by the wire. The levels are those of the model's own group."""
+        assert self._wire is not None, "values are sent by a wire"
+        is_own = self._context is not None and group is self._context.group
+        return QuantizedSum(
+            numel,
+            wire=self._wire,
+            generator=self.generator.for_rank(group.rank(), device),
+            group=group,
+            levels=self._levels if is_own else None,
+        )
 
     @property
     def place(self) -> _Place | None:
@@ -245,7 +250,6 @@ class StageMemory:
         if self._committed or self.generator.state() is not None:
             self._saved_by = self.place
         self._context = None
-        self._sums.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot: ``error`` by parameter name and the rounding's ``generator``, where there are such, with the
@@ -280,7 +284,7 @@ class StageMemory:
         self._committed = {("error", name): error.clone() for name, error in errors.items()}
         self._tentative = {}
         self.generator.load(state_dict.get("generator"))
-        self._sums.clear()
+        self.replan()
 
     def _check(self, context: StageContext, saved_by: _Place | None, errors: Mapping[str, Tensor]) -> None:
         """Raises: ConfigurationError: the state is another rank's, or another model's."""
@@ -346,8 +350,8 @@ def _as_wholes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Ten
     for new, old in pairs:
         if (new.storage_offset(), new.stride(), new.dtype) != (old.storage_offset(), old.stride(), old.dtype):
             return list(pairs)
-        whole = new if new._base is None else new._base, old if old._base is None else old._base
-        wholes[storage_key(new), storage_key(old)] = whole
+        whole = whole_of(new), whole_of(old)
+        wholes[id(whole[0]), id(whole[1])] = whole
     is_unique = len({new for new, _ in wholes}) == len(wholes)
     return list(wholes.values() if is_unique and all(new.shape == old.shape for new, old in wholes.values()) else pairs)
 

@@ -105,7 +105,7 @@ class World:
         self.names = tuple(f"p{place}" for place in range(len(shapes))) if names else None
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.steps = 0
-        self.are_finite: list[Tensor] = []
+        self.largest: list[Tensor] = []
         self.sent_numel: list[int] = []
         """Elements of each all-reduce of the last step."""
         self.sent_bytes: list[int] = []
@@ -117,7 +117,7 @@ class World:
                 device=CPU,
                 names=named,
                 finds_unused=False,
-                note_finite=self.are_finite.append,
+                note_largest=self.largest.append,
             )
             for each in walk(stage):
                 each.attach(site)
@@ -126,7 +126,7 @@ class World:
         """Reduces one bucket of `gradients[rank][place]`; returns what each rank got, in the same order."""
         buckets = [self._bucket(rank, gradients[rank]) for rank in range(len(self.stages))]
         self.sent_numel, self.sent_bytes = [], []
-        self.are_finite.clear()
+        self.largest.clear()
         for stage in self.stages:
             for each in walk(stage):
                 each.commit()
@@ -138,7 +138,9 @@ class World:
             for coroutine in coroutines:
                 coroutine.close()
         found_inf = (
-            ~torch.cat([one.view(-1) for one in self.are_finite]).all() if self.are_finite else torch.tensor(False)
+            ~(torch.cat([one.view(-1) for one in self.largest]) < torch.inf).all()
+            if self.largest
+            else torch.tensor(False)
         )
         for stage in self.stages:
             for each in walk(stage):

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.host_cost import model_on
+from overlap import PowerSGD, chain
 from overlap._torch.device import streams_replaced
 
 from ..one_stream import OneStream
 from .checks import gradients, world_of
 
-SHAPES = [(40, 30), (40, 30), (7,), (9, 4, 3), (64, 5)]
+SHAPES = [(40, 30), (40, 30), (7,), (9, 4, 3), (64, 5), (0,)]
 
 
 @pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_feedback": False}], ids=str)
@@ -29,3 +31,17 @@ def test_results_are_those_of_a_cpu(options: dict[str, Any]) -> None:
     compared = 4 if options.get("alternate") else 5
     for on_cpu, on_device in zip(results[:compared], results[5:][:compared], strict=True):
         torch.testing.assert_close(on_device, on_cpu, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def test_plans_are_made_anew_where_compression_begins_and_when_a_state_is_loaded() -> None:
+    with model_on(2, 2) as (ddp, x):
+        stage = PowerSGD(rank=1, start_step=3)
+        chain(stage).register(ddp)
+        beginning: Any = None
+        for step in range(6):
+            ddp(x).sum().backward()
+            assert (stage.compression_stats()[2] > 0) == (step >= 3)
+            beginning = beginning or stage.state_dict()
+        stage.load_state_dict(beginning)
+        ddp(x).sum().backward()
+        assert stage.compression_stats()[2] == 0
