@@ -33,7 +33,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from hashlib import sha256
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
@@ -447,15 +446,6 @@ def group_all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist
     """
     with failures_explained():
         dist.all_reduce(tensor, op=op, group=group)
-
-
-def are_alike(value: object, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``value`` has the same ``repr`` on all ranks; the same answer on each, by one all-reduce of two numbers
-    on ``device``. Raises as :func:`group_all_reduce`."""
-    number = int.from_bytes(sha256(repr(value).encode()).digest()[:7])
-    largest = torch.tensor([number, -number], device=device)
-    group_all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return not largest.sum().item()
 
 
 def group_broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, check_group, is_one_of, short_repr, type_name
+from overlap._checks import check_flag, check_group, digest, is_one_of, short_repr, type_name
 from overlap._torch import classes
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import copy_all, sum_of_bits
@@ -55,7 +55,7 @@ from overlap.optim.zero.checkpoint import ShardedState, packed
 from overlap.optim.zero.exchange import BucketShards, Gather
 from overlap.optim.zero.shards import Owners, Shard, copy_from_masters, copy_options, flatten
 from overlap.optim.zero.state import StateView, check_divisible, tensors_in
-from overlap.ranks.board import Agreement, are_alike, group_all_reduce, group_broadcast, of_all_ranks
+from overlap.ranks.board import Agreement, group_all_reduce, group_broadcast, of_all_ranks
 
 _INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
 
@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ``torch.float32`` for ``bfloat16`` parameters.
         **defaults: arguments of ``optimizer_class``.
 
-    Communication: at construction one all-reduce of two numbers on ``process_group``, to compare the ranks.
+    Communication: at construction one agreement, in which ranks are compared.
 
     Raises:
         ConfigurationError: an argument is wrong, or the ranks have different parameters.
@@ -313,9 +313,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             self.consolidated.clear()
 
     def _shard(self, groups: Sequence[Mapping[str, Any]], agreement: Agreement) -> None:
-        """Make the shards of ``groups``, the last ones.
-
-        Communication: one all-reduce of two numbers.
+        """Make the shards of ``groups``, the last ones, when ranks agree that theirs are the same.
 
         Raises:
             ConfigurationError: a parameter is there twice, or the ranks have different ones, or there are two devices.
@@ -334,12 +332,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             raise ConfigurationError(f"ZeRO needs parameters, all on one device, and these are on {sorted(devices)}")
         for stage in self.updates:
             stage.check_added({p: name for p, (_, name) in added.items()})
-        agreement.agree()
         mine = [f"partition={self.partition!r}, master_dtype={self._master_dtype}"]
         for p, (place, name) in added.items():
             frozen = "" if p.requires_grad else ", frozen"
             mine.append(f"{name} (group {place}) is {tuple(p.shape)} {p.dtype} of strides {p.stride()}{frozen}")
-        if not are_alike(mine, self.process_group, next(iter(added)).device):
+        if not agreement.agree(digest(mine), lambda digests: len(set(digests)) == 1):
             everyone = of_all_ranks(mine, self.process_group)
             for rank, theirs in enumerate(everyone):
                 for other, first in zip_longest(theirs, everyone[0], fillvalue="no further parameter"):
