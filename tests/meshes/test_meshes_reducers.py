@@ -53,8 +53,9 @@ def test_every_reducer_trains_and_leaves_replicas_equal(rank: int, ranks: int, a
     plain, _ = sharded(Case(attachment), native=True)
     optimizer = optimizer_of(plain, lr=0.05)
     expected = [step_of(plain, optimizer, 0, "partial" if step == 1 else "none") for step in range(3)]
-    for name, reducer in REDUCERS.items():
-        case = Case(attachment)
+    # How a unit reaches a reducer is the attachment's; all that a reducer does with it, a bucket, is the same.
+    for name in REDUCERS if attachment == "hsdp" else ("Int4, feedback", "PowerSGD", "route", "a hook's name"):
+        case, reducer = Case(attachment), REDUCERS[name]
         model, group = sharded(case)
         registration = overlap.register(model, reducer(), group=group)
         optimizer, losses = optimizer_of(model, lr=0.05), []

@@ -191,13 +191,12 @@ def _peak(width: int, **options: Any) -> int:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(_LAYERS)))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
     optimizer = registered("zero", ddp, SGD, **options)
-    computing_s = 0.02  # Longer than reducing, as in models of use.
-    for layer in model:
-        layer.bias.register_hook(lambda gradient: time.sleep(computing_s))
     inputs = torch.randn(4, width)
     for step in range(3):
         if step == 2:  # The first pass has one bucket, and the second is the first that has others.
             Path("/proc/self/clear_refs").write_text("5")  # The recorded peak is what is resident now.
+            for layer in model:  # Computing takes longer than reducing, as in models of use.
+                layer.bias.register_hook(lambda gradient: time.sleep(0.02))
         ddp(inputs).square().mean().backward()
         optimizer.step()
         settle(optimizer)
