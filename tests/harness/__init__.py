@@ -2,7 +2,18 @@
 
 from ._rank import UNKNOWN_BACKEND
 from .parity import assert_equal_ranks, assert_parity
-from .ranks import RankDied, RankFailed, RankHung, WorldError, failures_of, on_ranks, run_ranks, start_server
+from .ranks import (
+    RankDied,
+    RankFailed,
+    RankHung,
+    WorldError,
+    end_ahead,
+    failures_of,
+    on_ranks,
+    play,
+    run_ranks,
+    start_server,
+)
 from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, registered, train, wrap
 
 __all__ = [
@@ -15,10 +26,12 @@ __all__ = [
     "assert_equal_ranks",
     "assert_parity",
     "bucket_sizes_bytes",
+    "end_ahead",
     "failures_of",
     "on_ranks",
     "overlapped_step",
     "plain_step",
+    "play",
     "registered",
     "run_ranks",
     "start_server",

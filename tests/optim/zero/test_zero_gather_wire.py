@@ -35,7 +35,8 @@ def _masters(zero: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     return [shard.own.detach().clone() for shard in zero.shards.values() if shard.own is not None]
 
 
-def _trains(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_ranks_are_equal_and_updates_go_on_from_masters(rank: int, world_size: int) -> None:
     for form in FORMS:
         losses = {}
         for wire in (None, BFloat16(), Int8()):
@@ -66,11 +67,6 @@ def _trains(rank: int, world_size: int) -> None:
                         parameter.fill_(0.3)  # An edit, alike on all ranks.
                 zero.begin()
                 assert all((master == 0.3).all() for master in _masters(zero)), (form, wire)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_are_equal_and_updates_go_on_from_masters(world_size: int) -> None:
-    run_ranks(_trains, world_size)
 
 
 @on_ranks(2)
