@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
+from benchmarks.host_cost import IdleStreams
 from harness import assert_parity, on_ranks
 from overlap import (
     AllReduce,
@@ -35,8 +36,6 @@ from overlap._torch.device import streams_replaced
 from overlap.hooks import as_stage
 from overlap.hooks.wires import StageMemory
 from overlap.hooks.wires.formats import ChunkCodec
-
-from ..one_stream import OneStream
 
 factors = functools.partial(PowerSGD, min_compression_rate=0)
 STOCHASTIC = Int4(chunk=16, rounding="stochastic")
@@ -379,7 +378,7 @@ def test_on_a_device_a_mask_takes_back(layout: str, is_bad: bool) -> None:
         flat = torch.arange(start, start + 6)
         return list(reversed(flat.split(3))) if layout == "other views" and start > 1 else list(flat.split(3))
 
-    with streams_replaced(OneStream(has_streams=True)):
+    with streams_replaced(IdleStreams()):
         memory = StageMemory("a stage", error_feedback=True, wire=None)
         before, after = [one.clone() for one in errors(1.0)], [one.clone() for one in errors(11.0)]
         memory.put(["a", "b"], errors(1.0))
