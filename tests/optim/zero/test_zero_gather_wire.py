@@ -10,7 +10,7 @@ from zero_loops import ADAMW_OPTIONS
 
 import overlap
 from benchmarks.host_cost import IdleStreams
-from harness import on_ranks, plain_step, run_ranks, wrap
+from harness import on_ranks, plain_step, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import BFloat16, ConfigurationError, Int4, Int8, TopK, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
@@ -84,7 +84,8 @@ def test_the_code_for_accelerators_sends_the_same(rank: int, world_size: int) ->
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
-def _saved_and_resumed(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_run_resumes_exactly(rank: int, folder: Path) -> None:
     ddp, zero, registration = _made(Int8(), gather="forward")
     batches = list(MLP.batches(rank, steps=6))
     for batch in batches[:3]:
@@ -106,10 +107,6 @@ def _saved_and_resumed(rank: int, world_size: int, folder: Path) -> None:
     plain_step(ddp, zero, batches[0], mean_squared_error)
     assert all(torch.equal(s.view, s.own) for s in zero.shards.values() if s.own is not None)
     again.remove()
-
-
-def test_a_run_resumes_exactly(tmp_path: Path) -> None:
-    run_ranks(_saved_and_resumed, 2, tmp_path)
 
 
 @on_ranks(3)
