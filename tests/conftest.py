@@ -1,9 +1,7 @@
 """A fork server for the ranks of a test session."""
 
-import itertools
 import os
 import sys
-from collections import deque
 
 import pytest
 
@@ -20,24 +18,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         start_server()
 
 
-_AHEAD = 12
-_left: deque[pytest.Item] = deque()
-"""The tests that are yet to run."""
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
-    _left.extend(session.items)
-
-
-def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Has the worlds of the tests that come next played beside this one, where they need no fixture."""
-    while _left and _left.popleft() is not item:
-        pass
-    for later in itertools.islice(_left, _AHEAD):
-        if isinstance(later, pytest.Function) and hasattr(later.function, "begin"):
-            given = later.callspec.params if hasattr(later, "callspec") else {}
-            if given.keys() == {*later.fixturenames}:
-                later.function.begin(given)
+    """Has the worlds of ranks played beside the tests, in their order, where they need no fixture."""
+    for item in () if session.config.option.collectonly else session.items:
+        if isinstance(item, pytest.Function) and hasattr(item.function, "begin"):
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            if given.keys() == {*item.fixturenames}:
+                item.function.begin(given)
 
 
 def pytest_sessionfinish() -> None:

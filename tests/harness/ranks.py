@@ -133,6 +133,7 @@ class _Prepared:
             specs = [
                 RankSpec(rank=rank, folder=Path(folder), **self.shared) for rank in range(self.shared["world_size"])
             ]
+            specs[0].own.mkdir()
             world = [_Rank.start(spec) for spec in specs]
             deadline_s = time.monotonic() + self.shared["timeout_s"]
             try:
@@ -173,8 +174,8 @@ def end_ahead() -> None:
 
 def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of `fn`, or one for each of several numbers of ranks, which `run_ranks` calls with these options. Of
-    its arguments `rank` and `world_size` are the rank's, and the others the test's own. `begin(given)` has its world
-    played ahead."""
+    its arguments `rank`, `world_size` and `folder`, an empty one for all ranks, are the harness's, and the others the
+    test's own. `begin(given)` has its world played ahead."""
 
     def decorated(fn: Callable[..., Any]) -> Callable[..., None]:
         begun: dict[str, Future[_Played]] = {}
@@ -207,39 +208,22 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., Any]]
     return decorated
 
 
-def failures_of(cells: Mapping[str, Callable[..., None]], world_size: int, *args: Any) -> dict[str, str]:
-    """Play each of ``cells`` in one world, as ``cell(rank, *args)``; the tracebacks of those that fail, by name."""
-    of_ranks: list[dict[str, str]] = run_ranks(_play, world_size, cells, args)
-    return {name: text for one in of_ranks for name, text in one.items()}
-
-
 def play(cells: Mapping[str, Callable[..., None]], *args: Any) -> None:
     """On a rank: calls each of ``cells``, and fails with the tracebacks of those that have failed."""
-    failed = _failures(cells, *args)
-    assert not failed, "\n\n".join(f"{name}: {text}" for name, text in failed.items())
-
-
-def _play(
-    rank: int, world_size: int, cells: Mapping[str, Callable[..., None]], args: tuple[Any, ...]
-) -> dict[str, str]:
-    return {name: f"rank {rank}: {text}" for name, text in _failures(cells, rank, *args).items()}
-
-
-def _failures(cells: Mapping[str, Callable[..., None]], *args: Any) -> dict[str, str]:
-    failed = {}
+    failed = []
     for name, cell in cells.items():
         try:
             cell(*args)
         except Exception:
-            failed[name] = traceback.format_exc()
-    return failed
+            failed.append(f"{name}: {traceback.format_exc()}")
+    assert not failed, "\n\n".join(failed)
 
 
-_OF_A_RANK = ("rank", "world_size")
+_OF_A_RANK = ("rank", "world_size", "folder")
 
 
 def _on_rank(rank: int, world_size: int, test: Any, given: dict[str, Any]) -> None:
-    there = given | {"rank": rank, "world_size": world_size}
+    there = given | {"rank": rank, "world_size": world_size, "folder": Path(os.environ["FOLDER_OF_TEST"])}
     test.on_rank(**{name: there[name] for name in inspect.signature(test.on_rank).parameters})
 
 

@@ -5,12 +5,13 @@ import signal
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from harness import RankDied, RankFailed, RankHung, on_ranks, run_ranks
+from harness import RankDied, RankFailed, RankHung, on_ranks, ranks, run_ranks
 
 
 def _one_raises(rank: int, world_size: int) -> None:
@@ -83,7 +84,10 @@ def given_zero_raises(rank: int, world_size: int, given: int) -> None:
     assert given, "the world of another test"
 
 
-def test_a_world_that_is_played_ahead_is_the_one_of_its_test(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_world_that_is_played_ahead_is_the_one_of_its_test(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "_BESIDE", ThreadPoolExecutor(1))  # The session's has other worlds to play.
     for given in (0, 1):
         given_zero_raises.begin({"given": given})  # type: ignore[attr-defined]
     given_zero_raises(given=1)
