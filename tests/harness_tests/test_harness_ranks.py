@@ -23,10 +23,10 @@ def _one_raises(rank: int, world_size: int) -> None:
 def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
     began_s = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 raised[\s\S]*in _one_raises[\s\S]*boom") as caught:
-        run_ranks(_one_raises, 2)
+        run_ranks(_one_raises, 2, group_timeout_s=55)
     assert caught.value.rank == 1
     assert isinstance(caught.value.exception, ValueError)
-    assert time.monotonic() - began_s < 15  # The group gives up after 20 s.
+    assert time.monotonic() - began_s < 40  # The group gives up after 55 s.
 
 
 def _one_dies(rank: int, world_size: int) -> None:
@@ -39,9 +39,9 @@ def _one_dies(rank: int, world_size: int) -> None:
 def test_a_rank_that_dies_is_named_with_its_last_words() -> None:
     began_s = time.monotonic()
     with pytest.raises(RankDied, match=r"rank 1 died with exit code -11[\s\S]*last words") as caught:
-        run_ranks(_one_dies, 2)
+        run_ranks(_one_dies, 2, group_timeout_s=55)
     assert (caught.value.rank, caught.value.exitcode) == (1, -11)
-    assert time.monotonic() - began_s < 15  # The group gives up after 20 s.
+    assert time.monotonic() - began_s < 40  # The group gives up after 55 s.
 
 
 def _pid_then_hang(rank: int, world_size: int, folder: Path) -> None:
