@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness import RankDied, RankFailed, RankHung, on_ranks, ranks, run_ranks
+from harness import RankDied, RankFailed, RankHung, on_ranks, play, ranks, run_ranks
 
 
 def _one_raises(rank: int, world_size: int) -> None:
@@ -96,3 +96,11 @@ def test_a_world_that_is_played_ahead_is_the_one_of_its_test(
         given_zero_raises(given=0)
     with pytest.raises(RankFailed, match="the world of another test"):
         given_zero_raises(given=0)  # Not played ahead.
+
+
+def test_a_cell_that_fails_is_named_when_all_are_played() -> None:
+    played: list[int] = []
+    cells = {"one": played.append, "two": {}.__getitem__, "three": played.append}
+    with pytest.raises(AssertionError, match=r"^two: Traceback[\s\S]*KeyError: 7"):
+        play(cells, 7)
+    assert played == [7, 7]
