@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import overlap
-from harness import on_ranks, run_ranks
+from harness import run_ranks
 from overlap.ranks.board import of_all_ranks
 
 from .given import Case, assert_same, mesh_of, optimizer_of, raised_by, sharded, step_of, values
@@ -49,9 +49,7 @@ def _load(folder: str, model: Any, registration: Any) -> None:
     registration.load_state_dict(state["overlap"])
 
 
-@pytest.mark.parametrize("attachment", ["hsdp", "group"])
-@on_ranks(4)
-def test_training_resumes_in_every_bit(folder: Path, attachment: str) -> None:
+def _resumed(rank: int, ranks: int, folder: str, attachment: str) -> None:
     for name in REDUCERS:
         model, registration, optimizer = _made(attachment, name, (2, 2))
         for step in range(2):
@@ -76,6 +74,11 @@ def test_training_resumes_in_every_bit(folder: Path, attachment: str) -> None:
     assert "registration.state_dict(reader.read_metadata())" in raised_by(
         lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(f"{folder}/Int4"))
     )
+
+
+@pytest.mark.parametrize("attachment", ["hsdp", "group"])
+def test_training_resumes_in_every_bit(attachment: str, tmp_path: Path) -> None:
+    run_ranks(_resumed, 4, str(tmp_path), attachment)
 
 
 def _undelivered(registration: Any) -> dict[str, Tensor]:
