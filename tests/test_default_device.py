@@ -83,9 +83,7 @@ def test_every_form_trains_alike_under_another_default_device(rank: int, world_s
 
 
 @on_ranks(1)
-def test_a_model_without_values_is_refused_by_its_parameters_names_and_devices_are_checked(
-    rank: int, world_size: int
-) -> None:
+def test_a_model_without_values_is_refused_by_its_parameters_names_and_devices_are_checked() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.to("meta")
     ddp = DistributedDataParallel(model, init_sync=False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compositions.sentences import ADAMW, Build, local, sharded, with_update
-from harness import run_ranks
+from harness import on_ranks
 from overlap import (
     AllReduce,
     BFloat16,
@@ -84,24 +84,20 @@ def _trained(build: Build, rank: int, *, is_joined: bool) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
 
 
-def _all_trained(rank: int, world_size: int, is_joined: bool) -> dict[str, str]:
-    """What is wrong, by chain."""
+@pytest.mark.timeout(1200)
+@on_ranks(_RANKS, timeout_s=1080, group_timeout_s=60)
+def test_every_chain_is_right_on_many_ranks(rank: int) -> None:
     wrong: dict[str, str] = {}
-    plain = _trained(lambda ddp: [ADAMW(ddp.parameters())], rank, is_joined=is_joined)
-    for name, (build, bound) in _CHAINS.items():
-        weights = _trained(build, rank, is_joined=is_joined)
-        least, most = weights.clone(), weights.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        if not torch.equal(least, most):
-            wrong[name] = f"ranks differ by {(most - least).max():.3g}"
-        distance = float((weights - plain).abs().max() / plain.abs().max())
-        if not distance <= (bound if bound is not None else 1.0):
-            wrong[name] = f"{distance:.3g} from plain DDP"
-    return wrong
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("is_joined", [False, True], ids=["even", "Join"])
-def test_every_chain_is_right_on_many_ranks(is_joined: bool) -> None:
-    assert run_ranks(_all_trained, _RANKS, is_joined, timeout_s=540, group_timeout_s=60) == [{}] * _RANKS
+    for is_joined in (False, True):
+        plain = _trained(lambda ddp: [ADAMW(ddp.parameters())], rank, is_joined=is_joined)
+        for name, (build, bound) in _CHAINS.items():
+            weights = _trained(build, rank, is_joined=is_joined)
+            least, most = weights.clone(), weights.clone()
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            if not torch.equal(least, most):
+                wrong[f"{name}, {is_joined=}"] = f"ranks differ by {(most - least).max():.3g}"
+            distance = float((weights - plain).abs().max() / plain.abs().max())
+            if not distance <= (bound if bound is not None else 1.0):
+                wrong[f"{name}, {is_joined=}"] = f"{distance:.3g} from plain DDP"
+    assert not wrong

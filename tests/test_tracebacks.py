@@ -95,9 +95,7 @@ def _in_stage() -> list[tuple[str, bool, bool]]:
 
 
 @on_ranks(2)
-def test_a_wrong_loop_shows_its_own_frames_a_stage_those_of_the_user_and_a_foreign_error_all(
-    rank: int, world_size: int
-) -> None:
+def test_a_wrong_loop_shows_its_own_frames_a_stage_those_of_the_user_and_a_foreign_error_all() -> None:
     _wrong_loops()
     expected = [("ConfigurationError", True, False), ("IndexError", True, True)]
     assert _in_stage() == expected

@@ -2,7 +2,17 @@
 
 from ._rank import UNKNOWN_BACKEND
 from .parity import assert_equal_ranks, assert_parity
-from .ranks import RankDied, RankFailed, RankHung, WorldError, failures_of, on_ranks, run_ranks, start_server
+from .ranks import (
+    RankDied,
+    RankFailed,
+    RankHung,
+    WorldError,
+    end_ahead,
+    on_ranks,
+    play,
+    run_ranks,
+    start_server,
+)
 from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, registered, train, wrap
 
 __all__ = [
@@ -15,10 +25,11 @@ __all__ = [
     "assert_equal_ranks",
     "assert_parity",
     "bucket_sizes_bytes",
-    "failures_of",
+    "end_ahead",
     "on_ranks",
     "overlapped_step",
     "plain_step",
+    "play",
     "registered",
     "run_ranks",
     "start_server",

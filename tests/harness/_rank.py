@@ -38,6 +38,11 @@ class RankSpec:
     call: bytes  # cloudpickle of (fn, args)
 
     @property
+    def own(self) -> Path:
+        """For the files of the test; one for all ranks."""
+        return self.folder / "own"
+
+    @property
     def log(self) -> Path:
         return self.folder / f"rank{self.rank}.log"
 
@@ -63,6 +68,7 @@ def rank_main(spec: RankSpec, connection: Connection) -> None:
     """Runs in the rank's process and never returns: `os._exit` leaves even where a thread is stuck."""
     os.environ.clear()
     os.environ.update(spec.environ)  # the fork server's environment is that of its start
+    os.environ["FOLDER_OF_TEST"] = str(spec.own)
     _redirect_output(spec.log)
     _watch(spec)
     coverage = _start_coverage()

@@ -43,9 +43,7 @@ TAKEN: dict[str, Callable[..., Any]] = {
 
 
 @on_ranks(2)
-def test_any_callable_of_two_arguments_is_taken_as_a_hook_and_one_of_a_bucket_as_a_stage(
-    rank: int, world_size: int
-) -> None:
+def test_any_callable_of_two_arguments_is_taken_as_a_hook_and_one_of_a_bucket_as_a_stage(rank: int) -> None:
     reference = run(rank, plain)
     one_hook = as_hook(chain(AllReduce()))
     ways: dict[str, Attach] = {

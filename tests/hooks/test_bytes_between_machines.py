@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.host_cost import IdleStreams
 from harness import on_ranks, run_ranks
 from overlap import (
     AllReduce,
@@ -32,8 +33,6 @@ from overlap.hooks.engine import channels
 from overlap.hooks.wires import feedback
 from overlap.ranks import machines
 from overlap.ranks.machines import Levels, own_subgroup
-
-from .one_stream import OneStream
 
 MACHINES, RANKS = 4, 8
 PAGE = Path(__file__).parents[2] / "docs" / "wires.md"
@@ -126,7 +125,7 @@ def _of_32_ranks(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     parts = range(RANKS), range(0, MACHINES * RANKS, RANKS)
     levels = Levels(*(own_subgroup(ranks, group, timeout=timedelta(seconds=60)) for ranks in parts))
     found = {}
-    with streams_replaced(OneStream()), mock.patch.object(channels, "GroupChannel", _Crossing):
+    with streams_replaced(IdleStreams()), mock.patch.object(channels, "GroupChannel", _Crossing):
         for name, made in CHAINS.items():
             ratios = []
             for known in (levels, None):

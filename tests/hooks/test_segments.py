@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.host_cost import IdleStreams
 from harness import assert_parity, on_ranks
 from overlap import (
     AllReduce,
@@ -28,8 +29,6 @@ from overlap import (
 )
 from overlap._torch.c10d import GroupChannel
 from overlap._torch.device import streams_replaced
-
-from .one_stream import OneStream
 
 # Of parameters: such that neither what ranks own of them nor where they begin in a bucket is a multiple of 16 bytes.
 SHAPES = [(7,), (301, 3), (37,), (35, 37), (1,), (20_003,), (65, 5)]
@@ -117,7 +116,7 @@ def _train(way: str) -> list[torch.Tensor]:
 def test_where_there_are_streams_all_that_is_sent_begins_at_16_bytes(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     for way in WAYS:
-        with streams_replaced(OneStream()), _misaligned() as misaligned:
+        with streams_replaced(IdleStreams()), _misaligned() as misaligned:
             got = _train(way)
         assert not misaligned, f"{way}: {misaligned[:3]}"
         if way in EXACT:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import overlap
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 
 from .given import Case, assert_same, mesh_of, optimizer_of, run, sharded, step_of
 
@@ -17,7 +17,7 @@ ACCUMULATIONS = ("none", "no_sync", "partial", "last")
 
 @pytest.mark.parametrize("attachments", [("hsdp", "group"), ("replicate",)], ids=" and ".join)
 @on_ranks(4, timeout_s=120)
-def test_all_reduce_equals_native_reduction(rank: int, ranks: int, attachments: tuple[str, ...]) -> None:
+def test_all_reduce_equals_native_reduction(rank: int, attachments: tuple[str, ...]) -> None:
     for dtype in DTYPES:
         cases = [Case(attachments[0], dtype, accumulation) for accumulation in ACCUMULATIONS]
         cases += [Case(attachments[0], dtype, accumulation="partial", adjust=one) for one in ("factor", "sums")]
@@ -29,13 +29,15 @@ def test_all_reduce_equals_native_reduction(rank: int, ranks: int, attachments: 
 
 
 @on_ranks(3)
-def test_all_reduce_equals_native_reduction_where_the_mean_of_three_is_rounded(rank: int, ranks: int) -> None:
+def test_all_reduce_equals_native_reduction_where_the_mean_of_three_is_rounded(rank: int) -> None:
     for attachment, dtype in itertools.product(("hsdp", "replicate"), (*DTYPES, torch.float16)):
         case, mesh = Case(attachment, dtype), mesh_of((3, 1))
         assert_same(run(case, mesh=mesh), run(case, overlap.AllReduce(), mesh=mesh), case)
 
 
-def _reductions(rank: int, ranks: int) -> list[int]:
+@on_ranks(4)
+def test_passes_without_an_all_reduce_run_no_reducer(rank: int) -> None:
+    """Names are those without the wrapper of a checkpoint; 3 microbatches of 4 units."""
     counts = []
     for attachment, accumulation in itertools.product(("hsdp", "group"), ("partial", "last")):
         model, group = sharded(Case(attachment))
@@ -53,9 +55,4 @@ def _reductions(rank: int, ranks: int) -> list[int]:
             *("embed.weight", "blocks.0.first.weight", "blocks.1.first.weight", "blocks.2.first.weight")
         }
         counts.append(len(arrived))
-    return counts
-
-
-def test_passes_without_an_all_reduce_run_no_reducer() -> None:
-    """Names are those without the wrapper of a checkpoint; 3 microbatches of 4 units."""
-    assert run_ranks(_reductions, 4) == [[4, 12, 4, 12]] * 4
+    assert counts == [4, 12, 4, 12]

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from overlap.ranks.board import of_all_ranks
 
 from .given import assert_same, local, mesh_of, raised_by, values
@@ -46,7 +46,7 @@ def _trained(model: Any, steps: int = 3) -> list[Any]:
 
 
 @on_ranks(8)
-def test_tensor_parallelism_inside_of_fsdp(rank: int, ranks: int) -> None:
+def test_tensor_parallelism_inside_of_fsdp(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of((2, 2, 2), ("replicate", "shard", "tp"))
@@ -77,7 +77,8 @@ def test_tensor_parallelism_inside_of_fsdp(rank: int, ranks: int) -> None:
     assert error.shape == model.first.weight.shape and error.device_mesh.ndim == 2
 
 
-def _in_ddp(rank: int, ranks: int) -> str:
+@on_ranks(4)
+def test_tensor_parallelism_inside_of_ddp() -> None:
     mesh = mesh_of((2, 2), ("dp", "tp"))
 
     def made() -> Any:
@@ -88,16 +89,12 @@ def _in_ddp(rank: int, ranks: int) -> str:
     assert_same(_trained(plain), _trained(ddp))
     # Registered after a forward, a parameter has no name.
     late(torch.ones(1, 6)).sum().backward()
-    return raised_by(lambda: (overlap.register(late, overlap.Quantize()), late(torch.ones(1, 6)).sum().backward()))
-
-
-def test_tensor_parallelism_inside_of_ddp() -> None:
-    for text in run_ranks(_in_ddp, 4):
-        assert "has no name" in text and "register before the first forward" in text
+    text = raised_by(lambda: (overlap.register(late, overlap.Quantize()), late(torch.ones(1, 6)).sum().backward()))
+    assert "has no name" in text and "register before the first forward" in text
 
 
 @on_ranks(2)
-def test_replicate_on_ddp_is_served_by_its_ddp_with_real_names(rank: int, ranks: int) -> None:
+def test_replicate_on_ddp_is_served_by_its_ddp_with_real_names(rank: int) -> None:
     def made() -> Any:
         torch.manual_seed(0)
         return replicate(Mlp(), bucket_cap_mb=0.0001)

@@ -1,1 +1,1 @@
-"""Sixty-one faults in the package, one for each promise, and a command that shows which tests find them."""
+"""Seventy faults in the package, one for each promise, and a command that shows which tests find them."""

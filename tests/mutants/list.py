@@ -257,7 +257,7 @@ MUTANTS: dict[str, Mutant] = {
         "optim/update.py",
         "is_skipped = bool(self.optimizer.blocks) and not is_replay",
         "is_skipped = False",
-        "optim/test_step_outside.py -k another_loss",
+        "optim/test_remedies.py -k message_names",
     ),
     "found_inf is ignored": Mutant(
         "optim/stepper.py",
@@ -275,7 +275,7 @@ MUTANTS: dict[str, Mutant] = {
         "optim/lifecycle.py",
         "Phase.APPLIED: _SECOND_BACKWARD,",
         "Phase.APPLIED: Phase.BACKWARD,",
-        "optim/test_step_loop_errors.py -k second_backward",
+        "optim/test_remedies.py -k message_names",
     ),
     "gradients of no_sync() are applied": Mutant(
         "optim/lifecycle.py",
@@ -366,25 +366,25 @@ MUTANTS: dict[str, Mutant] = {
         "resume/state.py",
         '"state": self.stage.state_dict()}',
         '"state": {}}',
-        "resume/test_train_state.py -k snapshot",
+        "resume/test_train_state.py -k two_ranks",
     ),
     "the state of another rank is loaded": Mutant(
         "resume/state.py",
         'if (state["rank"], state["ranks"]) != (self.rank, self.ranks):',
         'if state["ranks"] != self.ranks:',
-        "resume/test_train_state.py -k fit",
+        "resume/test_train_state.py -k two_ranks",
     ),
     "what is another rank's own is read": Mutant(
         "resume/folder.py",
         "return _ALL if self._parts.get(part) else rank",
         "return _ALL if self._parts.get(part) else 0",
-        "resume/test_folder.py -k loop",
+        "resume/test_folder.py -k two_ranks",
     ),
     "what a refused load has loaded stays": Mutant(
         "resume/folder.py",
         "undone.callback(target.load_state_dict, copy.deepcopy(target.state_dict()))",
         "pass",
-        "resume/test_folder.py -k fit",
+        "resume/test_folder.py -k two_ranks",
     ),
     # Everything else.
     "the slowest of a race stays": Mutant(

@@ -189,36 +189,3 @@ def test_what_an_update_in_backward_cannot_see_is_an_error_in_step(rank: int, wo
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(TrainingLoopError, match="the list of parameters of parameter group 0 was changed"):
         optimizer.step()
-
-
-def _center(parameters: Any) -> None:
-    for parameter in parameters:
-        parameter.grad.sub_(parameter.grad.mean(-1, keepdim=True))
-
-
-FIRST_REMEDIES = {
-    "interleaved": "its update was made in backward. Use Step(optimizer, deferred=True), which is exact for any edit",
-    "zero": "changed after backward: use chain(AllReduce(), ZeroStep(zero, deferred=True))",
-    "zero behind a reducer": "Use chain(AllReduce(), ZeroStep(zero, deferred=True)), which is exact for any edit",
-    "zero deferred": "changed after backward: use chain(AllReduce(), ZeroStep(zero, deferred=True))",
-}
-
-
-@on_ranks(2)
-def test_edits_are_refused_and_the_remedy_that_comes_first_is_exact(rank: int, world_size: int) -> None:
-    for form, remedy in FIRST_REMEDIES.items():
-        ddp = _model()
-        registered(form, ddp)
-        backward(ddp, 0, rank)
-        with _refused(form, remedy), torch.no_grad():
-            _center(ddp.parameters())
-    reference, ddp = _model(), _model()
-    plain, zero = SGD(reference.parameters()), registered("zero deferred behind a reducer", ddp)  # As the message says.
-    for step in range(3):
-        for model, optimizer in ((reference, plain), (ddp, zero)):
-            optimizer.zero_grad()
-            backward(model, step, rank)
-            with torch.no_grad():
-                _center(model.parameters())
-            optimizer.step()
-    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what="centered")

@@ -96,9 +96,7 @@ def test_an_error_in_one_ranks_backward_is_an_error_on_every_rank_at_once(rank: 
 
 
 @on_ranks(2)
-def test_after_an_error_before_the_first_bucket_the_model_works_with_a_chain_and_without(
-    rank: int, world_size: int
-) -> None:
+def test_after_an_error_before_the_first_bucket_the_model_works_with_a_chain_and_without(rank: int) -> None:
     """After an error before the first bucket plain DDP goes on, and equals a model that never had a chain."""
     torch.manual_seed(0)
     ddp, reference = wrap(_Net()), wrap(_Net())

@@ -55,19 +55,6 @@ def test_a_step_on_gradients_that_were_not_reduced_is_an_error_that_names_the_ca
 
 
 @on_ranks(2)
-def test_a_second_backward_before_step_is_an_error_with_the_remedy(rank: int, world_size: int) -> None:
-    for form, remedy in (
-        ("interleaved", r"use Step\(optimizer, deferred=True\).*; or call"),
-        ("zero", "call zero.step"),
-    ):
-        ddp, optimizer = _form(form)
-        backward(ddp, 2, rank)
-        with pytest.raises(TrainingLoopError, match=f"second backward began.*{remedy}.*under ddp.no_sync"):
-            backward(ddp, 2, rank)
-        optimizer.zero_grad()
-
-
-@on_ranks(2)
 def test_parameters_that_a_backward_misses_or_ddp_does_not_reduce_are_named_by_step(rank: int, world_size: int) -> None:
     ddp, optimizer = _form("interleaved")
     for step in range(3):

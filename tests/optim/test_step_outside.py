@@ -58,18 +58,8 @@ def _under_join(rank: int, form: str, *, discards: bool = False) -> None:
 
 
 @on_ranks(2)
-def test_a_backward_of_another_loss_is_discarded_and_the_remedy_is_named(rank: int, world_size: int) -> None:
-    for form in ("interleaved", "zero"):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer = registered(form, ddp)
-        before = next(ddp.parameters()).detach().clone()
-        with optimizer.skip_update():
-            backward(ddp, 0, rank)
-        optimizer.zero_grad()
-        assert torch.equal(next(ddp.parameters()), before)
-        backward(ddp, 0, rank)
-        with pytest.raises(TrainingLoopError, match=r"with (optimizer|zero)\.skip_update\(\):"):
-            optimizer.zero_grad()
+def test_a_backward_of_another_loss_under_join(rank: int, world_size: int) -> None:
+    """tests/optim/test_remedies.py has those of a loop without it."""
     for form in ("interleaved", "zero deferred"):
         _under_join(rank, form)
     with pytest.raises(TrainingLoopError, match="under Join a backward cannot be discarded"):

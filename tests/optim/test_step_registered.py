@@ -11,7 +11,7 @@ from step_loops import SGD, NoScheduler, overlapped_ddp, plain_ddp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, on_ranks, overlapped_step, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, overlapped_step, train, wrap
 from harness.models import BUCKET_CAP_MB, MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -37,9 +37,7 @@ def _with_gradients(overlapped: OverlappedOptimizer) -> OverlappedOptimizer:
 
 
 @on_ranks(2)
-def test_what_is_not_registered_updates_nothing_and_what_was_removed_steps_like_the_plain_one(
-    rank: int, world_size: int
-) -> None:
+def test_what_is_not_registered_updates_nothing_and_what_was_removed_steps_like_the_plain_one(rank: int) -> None:
     ddp, overlapped, registration = overlapped_ddp(MLP, SGD)
     train(ddp, overlapped, MLP.batches(rank, steps=2), step_fn=overlapped_step, scheduler=NoScheduler)
     forgotten = OverlappedOptimizer(SGD(wrap(MLP.model()).parameters()))
@@ -137,7 +135,8 @@ def test_the_guard_of_a_plain_optimizer_ends_with_the_model(rank: int, world_siz
     assert len(kept) == 2
 
 
-def _other_hyperparameters(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_ranks_with_other_hyperparameters_or_groups_are_refused_with_both_values(rank: int) -> None:
     def refused(make: Any) -> str:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optimizer = make(list(ddp.parameters()))
@@ -151,15 +150,8 @@ def _other_hyperparameters(rank: int, world_size: int) -> list[str]:
         cut = 2 + rank
         return torch.optim.AdamW([{"params": parameters[:cut]}, {"params": parameters[cut:], "lr": 1e-3}])
 
-    return [
-        refused(lambda parameters: torch.optim.AdamW(parameters, lr=0.1 * (1 + rank))),
-        refused(grouped),
-        refused(lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1 * (1 + rank))),
-    ]
-
-
-def test_ranks_with_other_hyperparameters_or_groups_are_refused_with_both_values() -> None:
-    for rate, groups, sharded in run_ranks(_other_hyperparameters, 2):
-        assert "lr of group 0 of AdamW is 0.2 on rank 1, but 0.1 on rank 0" in rate
-        assert "the list of parameters of group 0 of AdamW is 0.weight, 0.bias" in groups
-        assert "lr of group 0 of SGD is 0.2 on rank 1, but 0.1 on rank 0" in sharded
+    rate = 0.1 * (1 + rank)
+    assert "lr of group 0 of AdamW is 0.2 on rank 1, but 0.1 on rank 0" in refused(lambda p: torch.optim.AdamW(p, rate))
+    assert "the list of parameters of group 0 of AdamW is 0.weight, 0.bias" in refused(grouped)
+    sharded = refused(lambda p: ZeroRedundancyOptimizer(p, torch.optim.SGD, lr=rate))
+    assert "lr of group 0 of SGD is 0.2 on rank 1, but 0.1 on rank 0" in sharded

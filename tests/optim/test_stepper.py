@@ -11,17 +11,6 @@ from overlap import UnsupportedError
 from overlap.optim.stepper import SubsetStepper
 
 
-def test_parameters_that_change_groups_take_the_new_groups_hyperparameters() -> None:
-    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": [second], "lr": 0.5}])
-    stepper = SubsetStepper(optimizer)
-    groups = optimizer.param_groups
-    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
-    stepper.begin()
-    stepper.step([first, second], [torch.ones(1), torch.ones(1)])
-    assert (first.item(), second.item()) == (-0.5, -1.0)
-
-
 def test_a_part_is_stepped_with_the_rate_of_now() -> None:
     """The split of a part into groups is kept from step to step, and their options are not."""
     parameter = nn.Parameter(torch.zeros(1))

@@ -98,7 +98,7 @@ def _plan(method: str, **fields: Any) -> Plan:
     return Plan(**{"method": method, "ranks": 2, "rows": (), "reason": "by hand", **fields})
 
 
-def _each(cases: dict[str, Callable[[int], None]], rank: int, world_size: int) -> None:
+def _each(cases: dict[str, Callable[[int], None]], rank: int) -> None:
     for name, case in cases.items():
         try:
             case(rank)
@@ -347,7 +347,8 @@ def _uncopyable(rank: int) -> None:
         _chosen(rank, model=model)
 
 
-def test_races_of_all_kinds() -> None:
+@on_ranks(2, timeout_s=100)
+def test_races_of_all_kinds(rank: int, world_size: int) -> None:
     cases: dict[str, Callable[[int], None]] = {
         "each method": _each_method,
         "sharded wins": functools.partial(_winner, method="zero-forward", allow="sharded"),
@@ -362,7 +363,7 @@ def test_races_of_all_kinds() -> None:
         "a model that cannot be copied": _uncopyable,
         "autocast and accumulation": _raced_as_the_loop_steps,
     }
-    run_ranks(functools.partial(_each, cases), 2, timeout_s=100)
+    _each(cases, rank)
 
 
 # Wrong arguments, and failures on one rank ---------------------------------------------------------------------------
@@ -486,7 +487,9 @@ def test_ranks_in_different_numbers_of_groups_race(rank: int, world_size: int) -
         _chosen(rank, process_group=some, allow="exact")
 
 
-def test_an_error_a_difference_and_full_memory_on_one_rank_are_so_on_all() -> None:
+# A rank that waits for another one's timeout fails by the deadline of its world, which is shorter.
+@on_ranks(2, timeout_s=100, group_timeout_s=300)
+def test_an_error_a_difference_and_full_memory_on_one_rank_are_so_on_all(rank: int, world_size: int) -> None:
     cases: dict[str, Callable[[int], None]] = {
         "bad input, before any collective": _bad_input,
         "one has bad input": _bad_on_one,
@@ -501,5 +504,4 @@ def test_an_error_a_difference_and_full_memory_on_one_rank_are_so_on_all() -> No
         "updates without memory": functools.partial(_out_of_memory, method="zero-forward", where="update"),
         "plain DDP without memory": functools.partial(_out_of_memory, method="ddp", where="forward"),
     }
-    # A rank that waits for another one's timeout fails by the deadline of its world, which is shorter.
-    run_ranks(functools.partial(_each, cases), 2, timeout_s=100, group_timeout_s=300)
+    _each(cases, rank)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from benchmarks.host_cost import IdleStreams
-from harness import assert_parity, failures_of, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, play, run_ranks, wrap
 from harness.models import BATCH_NORM, EMPTY, MLP, Case, mean_squared_error
 from overlap import (
     AllReduce,
@@ -282,14 +282,9 @@ CELLS: dict[str, Callable[[int, Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return failures_of(CELLS, 2, tmp_path_factory.mktemp("folders"))
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_two_ranks(name: str, failed: dict[str, str]) -> None:
-    assert name not in failed, failed[name]
+@on_ranks(2, timeout_s=120)
+def test_two_ranks(rank: int, folder: Path) -> None:
+    play(CELLS, rank, folder)
 
 
 # The same state, cut in blocks by 2 ranks, by elements by 3, whole on 1, and as FSDP2's shards on 3.

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import overlap
-from harness import assert_parity, failures_of, plain_step, wrap
+from harness import assert_parity, on_ranks, plain_step, play, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -487,11 +487,6 @@ CELLS: dict[str, Callable[[int, Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return failures_of(CELLS, 2, tmp_path_factory.mktemp("states"))
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_two_ranks(name: str, failed: dict[str, str]) -> None:
-    assert name not in failed, failed[name]
+@on_ranks(2, timeout_s=120)
+def test_two_ranks(rank: int, folder: Path) -> None:
+    play(CELLS, rank, folder)

@@ -83,9 +83,7 @@ def _failing(rank: int) -> None:
 
 
 @on_ranks(2, backend=STREAMS_BACKEND)
-def test_what_rides_between_passes_is_waited_for_behind_a_failure_and_where_the_model_is_dropped(
-    rank: int, world_size: int
-) -> None:
+def test_what_rides_between_passes_is_waited_for_behind_a_failure_and_where_the_model_is_dropped(rank: int) -> None:
     for build in (_sharded, _local):
         _trained_and_dropped(rank, build)
     _failing(rank)

@@ -4,14 +4,13 @@ reduce-scatter on another one, with a gradient that is dropped as soon as it is 
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlap
-from harness import run_ranks
+from harness import on_ranks
 from harness.streams import STREAMS_BACKEND, detecting
 
 _NUMEL = 72
@@ -83,21 +82,16 @@ REDUCERS = (
 )
 
 
-def _all(rank: int, ranks: int) -> list[tuple[str, float]]:
-    return [_played(rank, ranks, by_hook=by_hook, reducer=make()) for by_hook in (False, True) for make, _ in REDUCERS]
-
-
-def test_reducers_run_on_fsdps_stream_without_a_race_or_a_wait_of_the_host() -> None:
-    for outcomes in run_ranks(_all, 2):
-        for (error, distance), (_, limit) in zip(outcomes, REDUCERS * 2, strict=True):
+@on_ranks(2)
+def test_reducers_run_on_fsdps_stream_without_a_race_or_a_wait_of_the_host(rank: int, world_size: int) -> None:
+    for by_hook in (False, True):
+        for make, limit in REDUCERS:
+            error, distance = _played(rank, world_size, by_hook=by_hook, reducer=make())
             assert not error, error
             assert distance < limit
 
 
-def _without_hold(rank: int, ranks: int) -> tuple[str, float]:
-    return _played(rank, ranks, by_hook=True, reducer=overlap.AllReduce(), holds=False)
-
-
-def test_a_gradient_that_nobody_keeps_is_found() -> None:
-    with pytest.raises(AssertionError, match="use after free"):
-        raise AssertionError(run_ranks(_without_hold, 2)[0][0])
+@on_ranks(2)
+def test_a_gradient_that_nobody_keeps_is_found(rank: int, world_size: int) -> None:
+    error, _ = _played(rank, world_size, by_hook=True, reducer=overlap.AllReduce(), holds=False)
+    assert "use after free" in error

@@ -116,9 +116,7 @@ class _Counts(Stage):
 
 
 @on_ranks(3, group_timeout_s=8, timeout_s=120)
-def test_a_rank_that_fails_again_and_again_is_named_on_the_others_every_time_and_the_model_works(
-    rank: int, world_size: int
-) -> None:
+def test_a_rank_that_fails_again_and_again_is_named_on_the_others_every_time_and_the_model_works(rank: int) -> None:
     for where, is_everywhere in (("before", False), ("in 0", False), ("after 1", False), ("in 0", True)):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         stage, counts = _Fails(where, enabled=is_everywhere or rank == 0), _Counts()
@@ -231,9 +229,7 @@ def _sparse(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_an_error_of_a_foreign_hook_comes_through_and_sparse_gradients_are_refused_by_name(
-    rank: int, world_size: int
-) -> None:
+def test_an_error_of_a_foreign_hook_comes_through_and_sparse_gradients_are_refused_by_name(rank: int) -> None:
     _hook_errors(rank)
     _sparse(rank)
 

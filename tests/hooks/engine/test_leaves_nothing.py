@@ -30,9 +30,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01
 
 
 @on_ranks(2)
-def test_a_dropped_model_takes_its_chain_its_optimizer_and_its_worker_thread_with_it(
-    rank: int, world_size: int
-) -> None:
+def test_a_dropped_model_takes_its_chain_its_optimizer_and_its_worker_thread_with_it(rank: int) -> None:
     threads = threading.active_count()
     for _ in range(2):
         ddp = wrap(MLP.model(), **MLP.ddp_options())

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.host_cost import IdleStreams
 from harness import on_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, chain
 from overlap._torch.c10d import new_group_of
 from overlap._torch.device import streams_replaced
-
-from ..one_stream import OneStream
 
 _SETTING = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -34,7 +33,7 @@ def test_groups_of_the_librarys_own_get_streams_of_high_priority_on_nccl(monkeyp
         )
 
 
-class _Asked(OneStream):
+class _Asked(IdleStreams):
     def __init__(self) -> None:
         super().__init__()
         self.priorities: list[int] = []

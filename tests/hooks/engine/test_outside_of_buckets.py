@@ -154,9 +154,7 @@ def _allowed(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_ddp_does_not_reduce_are_refused_by_name_or_with_a_reducer_alone_warned_of(
-    rank: int, world_size: int
-) -> None:
+def test_parameters_that_ddp_does_not_reduce_are_refused_by_name_or_with_a_reducer_alone_warned_of(rank: int) -> None:
     for form in FORMS:
         for change in CHANGES:
             _refused(rank, form, change)

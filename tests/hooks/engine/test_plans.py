@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.host_cost import IdleStreams
 from bucket_functions import Ones
 from harness.streams import one_process
 from overlap import (
@@ -31,13 +32,11 @@ from overlap import (
     chain,
     route,
 )
-from overlap._torch.device import streams_replaced
+from overlap._torch.device import DeviceStreams, streams_replaced
 from overlap.hooks import Role
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine import runtime
 from overlap.hooks.engine.registration import registration_of
-
-from ..one_stream import OneStream
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -139,7 +138,7 @@ def _train(ddp: Any, optimizer: Any, steps: int = 4, leaves_every: int = 0) -> N
 
 @pytest.fixture(autouse=True, params=["streams", "a thread"])
 def _group(request: pytest.FixtureRequest) -> Iterator[None]:
-    with one_process(2), streams_replaced(OneStream(has_streams=request.param == "streams")):
+    with one_process(2), streams_replaced(IdleStreams() if request.param == "streams" else DeviceStreams()):
         yield
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from harness import assert_parity, on_ranks, run_ranks, train, wrap
+from harness import assert_parity, on_ranks, train, wrap
 from harness.models import MLP
 from overlap import (
     AllReduce,
@@ -182,7 +182,8 @@ class _DetachesLate(AllReduce):
             raise ValueError("not yet")
 
 
-def _in_a_block_that_cannot_be_left_at_once(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_block_is_left_whatever_a_stage_raises_then_with_the_error_of_the_loop() -> None:
     threads = threading.active_count()
     ddp = wrap(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]))
 
@@ -211,7 +212,8 @@ def _in_a_block_that_cannot_be_left_at_once(rank: int, world_size: int) -> None:
         assert threading.active_count() == threads
 
 
-def _leaves_after_a_failed_gather(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_block_is_left_after_a_failed_gather_with_the_error_of_the_loop() -> None:
     ddp = wrap(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), bucket_cap_mb=1)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
 
@@ -228,8 +230,3 @@ def _leaves_after_a_failed_gather(rank: int, world_size: int) -> None:
     with pytest.raises(KeyError, match="the loop's own") as raised:
         run()
     assert "RuntimeError: injected" in raised.value.__notes__[-1]
-
-
-def test_a_block_is_left_whatever_a_stage_raises_then_with_the_error_of_the_loop() -> None:
-    run_ranks(_in_a_block_that_cannot_be_left_at_once, 2)
-    run_ranks(_leaves_after_a_failed_gather, 2)

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
+from harness.wires import summed
 from overlap.hooks.powersgd.algorithm import random_directions
 from overlap.hooks.wires import Wire
-
-from ..wires.by_hand import summed
 
 
 class ByHand:

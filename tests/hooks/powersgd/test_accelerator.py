@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.host_cost import model_on
+from benchmarks.host_cost import IdleStreams, model_on
 from overlap import PowerSGD, chain
-from overlap._torch.device import streams_replaced
+from overlap._torch.device import DeviceStreams, streams_replaced
 
-from ..one_stream import OneStream
 from .checks import gradients, world_of
 
 SHAPES = [(40, 30), (40, 30), (7,), (9, 4, 3), (64, 5), (0,)]
@@ -19,7 +18,7 @@ SHAPES = [(40, 30), (40, 30), (7,), (9, 4, 3), (64, 5), (0,)]
 def test_results_are_those_of_a_cpu(options: dict[str, Any]) -> None:
     results = []
     for has_streams in (False, True):
-        with streams_replaced(OneStream(has_streams=has_streams)):
+        with streams_replaced(IdleStreams() if has_streams else DeviceStreams()):
             world = world_of(2, SHAPES, rank=3, **options)
             for step in range(5):
                 local = gradients(step, 2, SHAPES, torch.float32)

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from harness import assert_equal_ranks, assert_parity, on_ranks
+from harness.wires import summed
 from overlap import Int4, Int8, PowerSGD, Quantize
 
-from ..wires.by_hand import summed
 from .given import given, of_ranks, reduced
 
 SIZES = [1, 300, 2001]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from harness import on_ranks, run_ranks, wrap
+from benchmarks.host_cost import IdleStreams
+from harness import assert_equal_ranks, on_ranks, wrap
 from harness.models import MLP
 from harness.streams import one_process
 from overlap import (
@@ -43,10 +44,8 @@ from overlap import (
     register,
     route,
 )
-from overlap._torch.device import streams_replaced
+from overlap._torch.device import DeviceStreams, streams_replaced
 from overlap.hooks.engine import runtime
-
-from ..one_stream import OneStream
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TOKENS = ((3, 50, 200), (200, 3, 50), (0, 7, 0), (50, 200, 3))
@@ -157,8 +156,8 @@ EXACT: dict[str, Callable[[DivideByCount, Any], Any]] = {
 }
 
 
-def _trained_exactly(rank: int, world_size: int) -> dict[str, list[Tensor]]:
-    found = {}
+@on_ranks(3, timeout_s=120)
+def test_uneven_batches_are_trained_as_by_one_process_on_their_union(rank: int, world_size: int) -> None:
     for name, build in EXACT.items():
         ddp = _ddp(gradient_as_bucket_view=name == "released")
         by_count, reference = DivideByCount(), OneProcess(clips="clipped" in name)
@@ -172,14 +171,7 @@ def _trained_exactly(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         if name == "sharded, in the next forward":
             optimizer.wait()
         reference.compare(ddp, name)
-        found[name] = _values(ddp)
-    return found
-
-
-def test_uneven_batches_are_trained_as_by_one_process_on_their_union() -> None:
-    of_ranks = run_ranks(_trained_exactly, 3, timeout_s=120)
-    for name in EXACT:
-        assert all(all(map(torch.equal, of_ranks[0][name], other[name])) for other in of_ranks[1:]), name
+        assert_equal_ranks(ddp.parameters(), name)
 
 
 ROUNDED: dict[str, tuple[Callable[[], Any], float]] = {
@@ -290,8 +282,8 @@ def _scales(ddp: Any, by_count: DivideByCount, optimizer: Any, rank: int) -> Ite
         yield [step]
 
 
-def _looped(rank: int, world_size: int) -> list[list[Tensor]]:
-    found = []
+@on_ranks(3, timeout_s=120)
+def test_accumulated_and_discarded_batches_count_with_their_gradients(rank: int, world_size: int) -> None:
     for play, builds in (
         (_accumulates, (_stepped(AllReduce), _stepped(AllReduce, deferred=True), _sharded())),
         (_penalizes, (_reduced, _stepped(AllReduce))),
@@ -303,14 +295,7 @@ def _looped(rank: int, world_size: int) -> list[list[Tensor]]:
             for steps in play(ddp, by_count, build(by_count, ddp), rank):
                 reference.step(_union(steps, world_size))
                 reference.compare(ddp, f"{play.__name__}, {place}, {steps}")
-            found.append(_values(ddp))
-    return found
-
-
-def test_accumulated_and_discarded_batches_count_with_their_gradients() -> None:
-    of_ranks = run_ranks(_looped, 3, timeout_s=120)
-    for place in range(len(of_ranks[0])):
-        assert all(all(map(torch.equal, of_ranks[0][place], other[place])) for other in of_ranks[1:])
+            assert_equal_ranks(ddp.parameters(), f"{play.__name__}, {place}")
 
 
 @on_ranks(3, timeout_s=120)
@@ -342,23 +327,6 @@ def test_under_join_a_rank_that_has_run_out_counts_nothing(rank: int, world_size
                     ]
                 )
             reference.compare(ddp, f"{optimizer!r}, {divides=}")
-
-
-@on_ranks(2)
-def test_equal_counts_that_are_powers_of_two_give_plain_ddps_bits(rank: int, world_size: int) -> None:
-    """Counts of 8 on each of two ranks: every division is by a power of two."""
-    plain, ours, by_count = _ddp(), _ddp(), DivideByCount()
-    optimizer = SGD(plain.parameters())
-    updated = _stepped(AllReduce)(by_count, ours)
-    for step in range(4):
-        x, y = _batch(step, rank, 8)
-        optimizer.zero_grad()
-        (nn.functional.mse_loss(plain(x), y, reduction="sum") / 8).backward()
-        optimizer.step()
-        by_count.count(8)
-        _summed(ours, (x, y)).backward()
-        updated.step()
-        assert all(map(torch.equal, _values(plain), _values(ours))), step
 
 
 WRONG_COUNTS: list[tuple[Any, str]] = [
@@ -448,7 +416,7 @@ def test_where_it_cannot_stand_it_is_refused(rank: int, world_size: int) -> None
 @pytest.fixture(params=["streams", "a thread"])
 def one_rank(request: pytest.FixtureRequest) -> Iterator[str]:
     """This process stands for two ranks."""
-    with one_process(2), streams_replaced(OneStream(has_streams=request.param == "streams")):
+    with one_process(2), streams_replaced(IdleStreams() if request.param == "streams" else DeviceStreams()):
         yield request.param
 
 
@@ -481,7 +449,7 @@ def test_plans_and_coroutines_divide_alike(one_rank: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf"), 0])
 def test_a_wrong_count_on_an_accelerator_is_skipped(count: float) -> None:
     """No host may look at it: gradients are not finite on any rank."""
-    with one_process(2), streams_replaced(OneStream()):
+    with one_process(2), streams_replaced(IdleStreams()):
         ddp, by_count, skip = _ddp(), DivideByCount(), SkipNonFinite()
         optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), fused=True))
         chain(by_count, AllReduce(), skip, Step(optimizer)).register(ddp)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from harness import Record, assert_parity, on_ranks, run_ranks, wrap
+from harness import Record, assert_parity, on_ranks, wrap
 from harness.models import DTYPES, EMPTY, MLP, UNUSED, mean_squared_error
 from overlap import AllReduce, Bucket, ClipGradNorm, Stage, chain
 from overlap.hooks import all_reduce
@@ -95,7 +95,8 @@ def _before_zero(rank: int) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
             yield f"before a reduction by {partition}, {options}", found, by, SUMMED_BY_PARTS
 
 
-def _every_cell(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(2, timeout_s=240)
+def test_every_place_and_form(rank: int, world_size: int) -> None:
     failed = {}
     for matrix in (_on_the_mean, _on_own_gradients, _on_new_parameters, _before_zero):
         for what, found, wanted, tolerance in matrix(rank):
@@ -103,12 +104,7 @@ def _every_cell(rank: int, world_size: int) -> dict[str, str]:
                 assert_parity(found, wanted, what=what, **tolerance)
             except AssertionError as error:
                 failed[what] = str(error)
-    return failed
-
-
-def test_every_place_and_form() -> None:
-    for failed in run_ranks(_every_cell, 2, timeout_s=240):
-        assert not failed, "\n".join(failed.values())
+    assert not failed, "\n".join(failed.values())
 
 
 @on_ranks(3)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import overlap
+from benchmarks.host_cost import IdleStreams
 from overlap import BFloat16, ConfigurationError, Float8, Float16, Int4, Int8, TopK, Wire
-from overlap._torch.device import streams_replaced
+from overlap._torch.device import DeviceStreams, streams_replaced
 from overlap.hooks.wires import Codec
-
-from ..one_stream import OneStream
 
 WIRES = [Float16(), BFloat16(), Float8(), Float8(chunk=64), Int8(), Int8(chunk=2048), Int4(), TopK(0.01), TopK(0.3)]
 EACH = pytest.mark.parametrize("wire", WIRES, ids=repr)
@@ -166,7 +165,7 @@ def test_rows_are_encoded_and_decoded_as_one_by_one_with_streams_and_without(wir
         for has_streams in (False, True):
             generator = torch.Generator().manual_seed(0)
             decoded, one = torch.empty_like(values), torch.empty(1, codec.numel)
-            with streams_replaced(OneStream(has_streams=has_streams)):
+            with streams_replaced(IdleStreams() if has_streams else DeviceStreams()):
                 codec.encode_rows(values, messages, generator if made.is_stochastic else None)
                 codec.decode_rows(one_by_one, decoded)
             assert torch.equal(messages, one_by_one), numel

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness import assert_parity, on_ranks, run_ranks
+from benchmarks.host_cost import IdleStreams
+from harness import assert_parity, on_ranks
 from overlap import (
     AllReduce,
     Int4,
@@ -35,8 +36,6 @@ from overlap._torch.device import streams_replaced
 from overlap.hooks import as_stage
 from overlap.hooks.wires import StageMemory
 from overlap.hooks.wires.formats import ChunkCodec
-
-from ..one_stream import OneStream
 
 factors = functools.partial(PowerSGD, min_compression_rate=0)
 STOCHASTIC = Int4(chunk=16, rounding="stochastic")
@@ -240,29 +239,32 @@ LOOPS: dict[str, Loop] = {
     "skip_update()": skip_update,
     "LocalSGD": local,
 }
-
-
-def _as_if_never_there(rank: int, world_size: int, loops: Sequence[str], memories: Sequence[str]) -> None:
-    for loop, memory in itertools.product(loops, memories):
-        there, never = (LOOPS[loop](Run(rank), MEMORIES[memory], is_there) for is_there in (True, False))
-        assert_parity(there, never, what=f"{loop}, {memory}")
+IN_ALL = ["zero_grad()", "two passes a step", "registration.discard()"]
+"""The loops that every memory is played in."""
 
 
 SOME = ["4 bits, stochastic", "factors, alternating", "route"]
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_all_bits_of_each_memory_are_as_if_the_batch_had_never_come(memory: str) -> None:
-    run_ranks(_as_if_never_there, 2, ["zero_grad()", "two passes a step", "registration.discard()"], [memory])
+def _as_if_never_there(rank: int, loops: Sequence[str], memories: Sequence[str]) -> None:
+    for loop, memory in itertools.product(loops, memories):
+        there, never = (LOOPS[loop](Run(rank), MEMORIES[memory], is_there) for is_there in (True, False))
+        assert_parity(there, never, what=f"{loop}, {memory}")
 
 
-@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "zero_grad()"])
-def test_and_in_each_loop(loop: str) -> None:
-    run_ranks(_as_if_never_there, 2, [loop], SOME)
+@on_ranks(2, timeout_s=120)
+def test_all_bits_of_each_memory_are_as_if_the_batch_had_never_come(rank: int, world_size: int) -> None:
+    _as_if_never_there(rank, IN_ALL, list(MEMORIES))
 
 
-def test_and_on_three_ranks() -> None:
-    run_ranks(_as_if_never_there, 3, ["zero_grad()"], SOME)
+@on_ranks(2, timeout_s=120)
+def test_and_in_each_loop(rank: int, world_size: int) -> None:
+    _as_if_never_there(rank, [loop for loop in LOOPS if loop not in IN_ALL], SOME)
+
+
+@on_ranks(3)
+def test_and_on_three_ranks(rank: int, world_size: int) -> None:
+    _as_if_never_there(rank, ["zero_grad()"], SOME)
 
 
 @on_ranks(2)
@@ -376,7 +378,7 @@ def test_on_a_device_a_mask_takes_back(layout: str, is_bad: bool) -> None:
         flat = torch.arange(start, start + 6)
         return list(reversed(flat.split(3))) if layout == "other views" and start > 1 else list(flat.split(3))
 
-    with streams_replaced(OneStream(has_streams=True)):
+    with streams_replaced(IdleStreams()):
         memory = StageMemory("a stage", error_feedback=True, wire=None)
         before, after = [one.clone() for one in errors(1.0)], [one.clone() for one in errors(11.0)]
         memory.put(["a", "b"], errors(1.0))

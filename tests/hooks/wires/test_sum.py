@@ -3,10 +3,10 @@
 import torch
 
 from harness import assert_equal_ranks, assert_parity, on_ranks
+from harness.wires import summed
 from overlap import BFloat16, Float8, Float16, Int4, Int8, Quantize, TopK, Wire
 
 from ..quantize.given import given, of_ranks, reduced
-from .by_hand import summed
 
 WIRES = [Float16(), BFloat16(), Float8(chunk=128), Int8(), Int4(), TopK(0.01), TopK(0.2, chunk=256)]
 SIZES = [1, 7, 300, 9001]

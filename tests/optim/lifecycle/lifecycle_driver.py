@@ -362,7 +362,7 @@ def _on_any_rank(difference: str | None) -> str | None:
     return difference or "nothing on this rank, but another rank"
 
 
-def search(rank: int, world_size: int, forms: list[Form], seeds: range) -> None:
+def search(forms: list[Form], rank: int, seeds: range) -> None:
     """Play the sequences of ``seeds`` with each form; raises an AssertionError with the first that goes wrong."""
     for form in forms:
         player = Player(form, rank)

@@ -7,7 +7,7 @@ from lifecycle_calls import parse
 from lifecycle_driver import Player, search
 from lifecycle_forms import FORMS
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "8"))
 """For each form."""
@@ -16,10 +16,9 @@ FIRST_SEED = int(os.environ.get("OVERLAP_FIRST_SEED", "0"))
 
 @pytest.mark.timeout(180 + 6 * SEQUENCES)
 @pytest.mark.parametrize("kind", ["step", "zero", "local"])
-def test_random_loops_equal_plain_ddp(kind: str) -> None:
-    forms = [form for form in FORMS if form.name.startswith(kind)]
-    seeds = range(FIRST_SEED, FIRST_SEED + SEQUENCES)
-    run_ranks(search, 2, forms, seeds, timeout_s=120 + 6 * SEQUENCES)
+@on_ranks(2, timeout_s=120 + 6 * SEQUENCES)
+def test_random_loops_equal_plain_ddp(rank: int, world_size: int, kind: str) -> None:
+    search([form for form in FORMS if form.name.startswith(kind)], rank, range(FIRST_SEED, FIRST_SEED + SEQUENCES))
 
 
 # Each of these lost, repeated or let pass an update once.

@@ -1,37 +1,17 @@
-"""Local SGD written down plainly, to compare with; and many comparisons in one world of ranks."""
+"""Local SGD written down plainly, to compare with."""
 
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness import plain_step, run_ranks, wrap
+from harness import plain_step, wrap
 from harness.models import Case, mean_squared_error
 from overlap.optim.local_sgd import LocalSGD
 
 Values = dict[str, Tensor]
-
-
-Cells = Mapping[str, Callable[[int, int], None]]
-
-
-def play(cells: Cells, world_size: int) -> None:
-    """Calls each of ``cells`` in one world of ranks; fails with the tracebacks of those that failed, by name."""
-
-    def each(rank: int, world_size: int) -> list[str]:
-        failed = []
-        for name, cell in cells.items():
-            try:
-                cell(rank, world_size)
-            except Exception:
-                failed.append(f"{name}, rank {rank}: {traceback.format_exc()}")
-        return failed
-
-    failed = [text for of_rank in run_ranks(each, world_size, timeout_s=150) for text in of_rank]
-    assert not failed, "\n\n".join(failed)
 
 
 def values_of(model: nn.Module) -> Values:

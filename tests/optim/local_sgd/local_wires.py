@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +11,10 @@ import torch
 import torch.distributed as dist
 from local_loops import Values, assign, local, mean_of, plain, values_of
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from harness import assert_parity
 from harness.models import MLP
+from harness.wires import summed
 from overlap import LocalSGD
 from overlap.hooks.collectives import Collective
 from overlap.hooks.wires import Wire
@@ -31,36 +30,6 @@ def gathered(flat: Tensor) -> list[Tensor]:
 def errors_of(made: LocalSGD) -> dict[str, Tensor]:
     errors: dict[str, Tensor] = made.state_dict()["local_sgd"]["wire"]["error"]
     return errors
-
-
-def through(wire: Wire, values: Tensor) -> Tensor:
-    """``values`` as they arrive."""
-    codec = wire.codec(values.numel())
-    message = torch.empty(1, codec.message_bytes, dtype=torch.uint8)
-    codec.encode_rows(pad(values, (0, codec.numel - values.numel()))[None], message)
-    arrived = torch.empty(1, codec.numel)
-    codec.decode_rows(message, arrived)
-    return arrived[0, : values.numel()]
-
-
-def sum_by_hand(wire: Wire, summands: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The sum, each part of it summed by its owner, and what was left out on each rank."""
-    ranks = len(summands)
-    codec = wire.codec(math.ceil(summands[0].numel() / ranks))
-    parts = [pad(one, (0, codec.numel * ranks - one.numel())).split(codec.numel) for one in summands]
-    total: list[Tensor] = []
-    left_out: list[list[Tensor]] = [[torch.empty(0)] * ranks for _ in range(ranks)]
-    for owner in range(ranks):
-        own = parts[owner][owner].clone()
-        for distance in range(1, ranks):
-            peer = (owner + distance) % ranks
-            arrived = through(wire, parts[peer][owner])
-            left_out[peer][owner] = parts[peer][owner] - arrived
-            own += arrived
-        total.append(through(wire, own))
-        left_out[owner][owner] = own - total[owner]
-    numel = summands[0].numel()
-    return torch.cat(total)[:numel], [torch.cat(pieces)[:numel] for pieces in left_out]
 
 
 class ByHand:
@@ -104,7 +73,7 @@ class ByHand:
         changes = torch.cat([(values[name] - self.anchors[name]).flatten() for name in names]) / ranks
         if self.errors is not None:
             changes += torch.cat([self.errors[name].flatten() for name in names])
-        total, left_out = sum_by_hand(self.wire, gathered(changes))
+        total, left_out = summed(self.wire, gathered(changes))
         sizes = [values[name].numel() for name in names]
         for name, error in zip(names, left_out[dist.get_rank()].split(sizes), strict=True):
             if self.errors is not None:

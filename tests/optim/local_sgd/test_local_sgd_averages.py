@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_loops import assign, local, mean_of, plain, play, run, values_of
+from local_loops import assign, local, mean_of, plain, run, values_of
 from local_wires import beside
 from torch import nn
 
-from harness import assert_parity, on_ranks, wrap
+from harness import assert_parity, on_ranks, play, wrap
 from harness.models import MLP
 from overlap import LocalSGD
 
@@ -72,8 +72,9 @@ CELLS: dict[str, Callable[[int, int], None]] = {
 }
 
 
-def test_local_sgd_is_the_loop_by_hand() -> None:
-    play(CELLS, 2)
+@on_ranks(2, timeout_s=150)
+def test_local_sgd_is_the_loop_by_hand(rank: int, world_size: int) -> None:
+    play(CELLS, rank, world_size)
 
 
 @on_ranks(4)

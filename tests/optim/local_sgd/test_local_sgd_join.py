@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from local_loops import Values, assign, play, run, sgd, values_of
-from local_wires import sum_by_hand
+from local_loops import Values, assign, run, sgd, values_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import overlap
-from harness import assert_equal_ranks, assert_parity, on_ranks, plain_step, wrap
+from harness import assert_equal_ranks, assert_parity, on_ranks, plain_step, play, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
+from harness.wires import summed
 from overlap import Int4, LocalSGD, TrainingLoopError
 
 BATCHES = (9, 4, 6)
@@ -79,7 +79,7 @@ def _by_hand(world_size: int, *, is_wired: bool) -> Values:
             change = _flat(model) - anchor
             changes.append((change / sum(steps) if own == 1 else change * (own / sum(steps))) + error)
         if is_wired:
-            total, errors = sum_by_hand(Int4(), changes)
+            total, errors = summed(Int4(), changes)
         else:
             total = sum(changes)  # type: ignore[assignment]
         anchor = anchor + total
@@ -101,8 +101,9 @@ def _weights(rank: int, world_size: int) -> None:
         assert_parity(values_of(ddp.module), _by_hand(world_size, is_wired=True), what=f"{kind.__module__}, 4 bits")
 
 
-def test_uneven_inputs() -> None:
-    play({**ENDS, "a rank counts for the steps that it made in the round": _weights}, 3)
+@on_ranks(3, timeout_s=150)
+def test_uneven_inputs(rank: int, world_size: int) -> None:
+    play({**ENDS, "a rank counts for the steps that it made in the round": _weights}, rank, world_size)
 
 
 @on_ranks(2, group_timeout_s=6)

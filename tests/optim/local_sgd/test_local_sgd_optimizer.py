@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import local, mean_of, play, run, sgd, values_of
+from local_loops import local, mean_of, run, sgd, values_of
 from torch import Tensor, nn
 
-from harness import assert_parity, wrap
+from harness import assert_parity, on_ranks, play, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import ConfigurationError, Int8, LocalSGD, RegistrationError, TrainingLoopError
 
@@ -125,5 +125,6 @@ CELLS = {
 }
 
 
-def test_two_ranks() -> None:
-    play(CELLS, 2)
+@on_ranks(2, timeout_s=150)
+def test_two_ranks(rank: int, world_size: int) -> None:
+    play(CELLS, rank, world_size)

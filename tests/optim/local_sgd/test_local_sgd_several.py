@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from local_loops import local, plain, play, run, sgd
+from local_loops import local, plain, run, sgd
 from local_wires import ByHand
 from torch import nn
 
 import overlap
-from harness import assert_parity, wrap
+from harness import assert_parity, on_ranks, play, wrap
 from harness.models import MLP
 from overlap import ConfigurationError, Int4, LocalSGD, UnsupportedError
 
@@ -75,5 +75,7 @@ def _refused(rank: int, world_size: int) -> None:
             LocalSGD(ddp, optimizers)
 
 
-def test_two_ranks() -> None:
-    play({"Muon and AdamW inside of DiLoCo": _muloco, "what several cannot do is refused": _refused}, 2)
+@on_ranks(2, timeout_s=150)
+def test_two_ranks(rank: int, world_size: int) -> None:
+    cells = {"Muon and AdamW inside of DiLoCo": _muloco, "what several cannot do is refused": _refused}
+    play(cells, rank, world_size)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import local, play, run, sgd, values_of
+from local_loops import local, run, sgd, values_of
 from local_wires import errors_of
 
-from harness import assert_equal_ranks, assert_parity, wrap
+from harness import assert_equal_ranks, assert_parity, on_ranks, play, wrap
 from harness.models import BATCH_NORM, MLP
 from overlap import ConfigurationError, Int4, Int8, LocalSGD
 
@@ -149,5 +149,6 @@ CELLS: dict[str, Any] = {
 }
 
 
-def test_two_ranks() -> None:
-    play(CELLS, 2)
+@on_ranks(2, timeout_s=150)
+def test_two_ranks(rank: int, world_size: int) -> None:
+    play(CELLS, rank, world_size)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import Values, mean_of, play, run, sgd, values_of
+from local_loops import Values, mean_of, run, sgd, values_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as their_hook
 from torch.distributed.algorithms.model_averaging import averagers as theirs
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, on_ranks, plain_step, wrap
+from harness import assert_parity, on_ranks, plain_step, play, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import ConfigurationError, Step, chain
 from overlap._torch import classes
@@ -200,8 +200,9 @@ CELLS: dict[str, Callable[[int, int], None]] = {
 }
 
 
-def test_two_ranks() -> None:
-    play(CELLS, 2)
+@on_ranks(2, timeout_s=150)
+def test_two_ranks(rank: int, world_size: int) -> None:
+    play(CELLS, rank, world_size)
 
 
 def test_an_averager_needs_a_process_group() -> None:

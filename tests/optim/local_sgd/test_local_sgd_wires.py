@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from local_loops import Cells, local, play, run, sgd, values_of
+from local_loops import local, run, sgd, values_of
 from local_wires import beside, errors_of, gathered, sent_bytes
 from torch import Tensor, nn
 
-from harness import assert_equal_ranks, assert_parity, wrap
+from harness import assert_equal_ranks, assert_parity, on_ranks, play, wrap
 from harness.models import MLP
 from overlap import (
     Int4,
@@ -197,6 +197,6 @@ TWO = {
 THREE = {"what is sent is the change since the last average": _by_hand, "bytes sent": _bytes}
 
 
-@pytest.mark.parametrize(("world_size", "cells"), [(1, ONE), (2, TWO), (3, THREE)])
-def test_ranks(world_size: int, cells: Cells) -> None:
-    play(cells, world_size)
+@on_ranks(1, 2, 3, timeout_s=150)
+def test_ranks(rank: int, world_size: int) -> None:
+    play({1: ONE, 2: TWO, 3: THREE}[world_size], rank, world_size)

@@ -110,9 +110,7 @@ def _kinds(*stages: Any) -> list[str]:
 
 
 @on_ranks(1)
-def test_a_chain_gets_the_reduction_of_its_sharded_update_where_others_need_the_mean(
-    rank: int, world_size: int
-) -> None:
+def test_a_chain_gets_the_reduction_of_its_sharded_update_where_others_need_the_mean() -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     muon, adamw = zero_pair(ddp)
     whole = OverlappedOptimizer(torch.optim.AdamW(divided(ddp)[1], **ADAMW))

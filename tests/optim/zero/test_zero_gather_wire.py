@@ -10,7 +10,7 @@ from zero_loops import ADAMW_OPTIONS
 
 import overlap
 from benchmarks.host_cost import IdleStreams
-from harness import on_ranks, plain_step, run_ranks, wrap
+from harness import on_ranks, plain_step, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import BFloat16, ConfigurationError, Int4, Int8, TopK, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
@@ -35,7 +35,8 @@ def _masters(zero: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
     return [shard.own.detach().clone() for shard in zero.shards.values() if shard.own is not None]
 
 
-def _trains(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_ranks_are_equal_and_updates_go_on_from_masters(rank: int, world_size: int) -> None:
     for form in FORMS:
         losses = {}
         for wire in (None, BFloat16(), Int8()):
@@ -68,11 +69,6 @@ def _trains(rank: int, world_size: int) -> None:
                 assert all((master == 0.3).all() for master in _masters(zero)), (form, wire)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_are_equal_and_updates_go_on_from_masters(world_size: int) -> None:
-    run_ranks(_trains, world_size)
-
-
 @on_ranks(2)
 def test_the_code_for_accelerators_sends_the_same(rank: int, world_size: int) -> None:
     def trained() -> list[torch.Tensor]:
@@ -88,7 +84,8 @@ def test_the_code_for_accelerators_sends_the_same(rank: int, world_size: int) ->
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
-def _saved_and_resumed(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_run_resumes_exactly(rank: int, folder: Path) -> None:
     ddp, zero, registration = _made(Int8(), gather="forward")
     batches = list(MLP.batches(rank, steps=6))
     for batch in batches[:3]:
@@ -110,10 +107,6 @@ def _saved_and_resumed(rank: int, world_size: int, folder: Path) -> None:
     plain_step(ddp, zero, batches[0], mean_squared_error)
     assert all(torch.equal(s.view, s.own) for s in zero.shards.values() if s.own is not None)
     again.remove()
-
-
-def test_a_run_resumes_exactly(tmp_path: Path) -> None:
-    run_ranks(_saved_and_resumed, 2, tmp_path)
 
 
 @on_ranks(3)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.host_cost import IdleStreams
-from harness import bucket_sizes_bytes, on_ranks, run_ranks, wrap
+from harness import bucket_sizes_bytes, on_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
 from overlap.optim.zero import exchange
@@ -117,7 +117,10 @@ def _measured(rank: int, world_size: int, form: dict[str, Any] | None, patch: py
     )
 
 
-def _bounded(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_a_rank_keeps_its_share_of_the_state_and_no_temporary_is_larger_than_a_bucket(
+    rank: int, world_size: int
+) -> None:
     for form in ({}, {"deferred": True}, {"gather": "forward"}, None) if world_size == 2 else ({}, None):
         with pytest.MonkeyPatch.context() as patch:
             memory = _measured(rank, world_size, form, patch)
@@ -127,11 +130,6 @@ def _bounded(rank: int, world_size: int) -> None:
         assert abs(memory.state_bytes - share) <= blocks_bytes and not memory.has_copies, form
         assert 0 < memory.largest_bytes <= memory.bucket_bytes, f"{form}: no temporary is larger than a bucket"
         assert memory.peak_bytes <= 3 * memory.bucket_bytes, f"{form}: as many at once as buckets under way"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_keeps_its_share_of_the_state_and_no_temporary_is_larger_than_a_bucket(world_size: int) -> None:
-    run_ranks(_bounded, world_size)
 
 
 def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, list[torch.Tensor]]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from zero_loops import ADAMW_OPTIONS, FORMS, register
 
-from harness import assert_parity, on_ranks, plain_step, run_ranks, wrap
+from harness import assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 
@@ -21,7 +21,9 @@ THREE_RANKS: dict[str, Any] = {
 }
 
 
-def _forms(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, 3)
+def test_every_form_equals_plain_ddp(rank: int, world_size: int) -> None:
+    """tests/loops has models, optimizers and loops of every kind."""
     forms = FORMS if world_size == 2 else ("interleaved", "deferred, gather in forward", "alone")
     tolerance = THREE_RANKS if world_size > 2 else {}
     for form, partition in itertools.product(forms, ("element", "parameter")):
@@ -37,12 +39,6 @@ def _forms(rank: int, world_size: int) -> None:
             assert_parity(list(ddp.parameters()), list(plain.parameters()), what=what, **tolerance)
         zero.consolidate_state_dict(to=None)
         assert_parity(zero.state_dict(), reference.state_dict(), what=f"state, {what}", **tolerance)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_form_equals_plain_ddp(world_size: int) -> None:
-    """tests/loops has models, optimizers and loops of every kind."""
-    run_ranks(_forms, world_size)
 
 
 @on_ranks(2)

@@ -104,9 +104,7 @@ def test_a_bucket_is_cut_as_its_parameters_are(
 
 
 @on_ranks(4)
-def test_on_streams_rows_in_place_short_chunks_and_fewer_matrices_than_ranks_are_exact(
-    rank: int, world_size: int
-) -> None:
+def test_on_streams_rows_in_place_short_chunks_and_fewer_matrices_than_ranks_are_exact() -> None:
     """Rows in place, short chunks, matrices fewer than ranks; every rank feeds the same, so sums are exact."""
     for partition in ("element", "parameter"):
         with streams_replaced(IdleStreams()):

@@ -152,7 +152,10 @@ def _zero(ddp: Any) -> Any:
     return zero
 
 
-def _who_has_it(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_state_dict_is_whole_or_empty_where_it_was_consolidated_elsewhere_and_never_stale(
+    rank: int, folder: Path
+) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     zero = _zero(ddp)
     fresh = zero.state_dict()
@@ -194,10 +197,6 @@ def _who_has_it(rank: int, world_size: int, folder: Path) -> None:
         zero.consolidate_state_dict(to=None)
 
 
-def test_state_dict_is_whole_or_empty_where_it_was_consolidated_elsewhere_and_never_stale(tmp_path: Path) -> None:
-    run_ranks(_who_has_it, 2, tmp_path)
-
-
 @on_ranks(2)
 def test_hooks_of_state_dicts_run(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -213,7 +212,8 @@ def test_hooks_of_state_dicts_run(rank: int, world_size: int) -> None:
     assert seen == ["before saving", "note 7", "after loading"]
 
 
-def _does_not_fit(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_state_that_does_not_fit_is_refused(rank: int, folder: Path) -> None:
     ddp = wrap(MLP.model())
     model = ddp.module
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
@@ -230,7 +230,3 @@ def _does_not_fit(rank: int, world_size: int, folder: Path) -> None:
     for load, match in refused:
         with pytest.raises(ConfigurationError, match=match):
             load()
-
-
-def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    run_ranks(_does_not_fit, 2, tmp_path)

@@ -10,7 +10,7 @@ from zero_loops import ADAMW_OPTIONS, FORMS, register
 
 import overlap
 from benchmarks.host_cost import model_on
-from harness import assert_equal_ranks, assert_parity, on_ranks, plain_step, run_ranks, wrap
+from harness import assert_equal_ranks, assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
@@ -108,7 +108,8 @@ def test_clipping_zero_where_there_is_nothing_to_clip_is_refused(rank: int, worl
         zero.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def _one_rank_alone_is_not_finite(rank: int, world_size: int) -> float:
+@on_ranks(3)
+def test_a_rank_learns_of_a_gradient_that_is_not_finite_on_another(rank: int, world_size: int) -> None:
     """Only one element of one rank is not finite, and that in a chunk that the rank owns itself."""
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
@@ -128,11 +129,7 @@ def _one_rank_alone_is_not_finite(rank: int, world_size: int) -> float:
     scaler.step(zero)
     scaler.update()
     assert torch.equal(shard.parameter, before), "the step is skipped on every rank"
-    return scaler.get_scale()
-
-
-def test_a_rank_learns_of_a_gradient_that_is_not_finite_on_another() -> None:
-    assert run_ranks(_one_rank_alone_is_not_finite, 3) == [2.0, 2.0, 2.0]
+    assert scaler.get_scale() == 2.0
 
 
 BATCHES = (7, 4, 5)
@@ -146,7 +143,9 @@ def _train(ddp: Any, optimizer: Any, case: Case, joinables: list[Any], rank: int
     return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
 
 
-def _uneven(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_pytorchs_join_equals_plain_ddp_under_it(rank: int, world_size: int) -> None:
+    """tests/loops has ours."""
     plain = wrap(MLP.model(), **MLP.ddp_options())
     # What a joined rank holds is brought up to date by DDP at the end; the reference's state is that of the last.
     reference = _train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), MLP, [plain], rank)
@@ -165,16 +164,8 @@ def _uneven(rank: int, world_size: int) -> None:
         assert steps == max(BATCHES[:world_size]), "updated in every step, on every rank"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_pytorchs_join_equals_plain_ddp_under_it(world_size: int) -> None:
-    """tests/loops has ours."""
-    run_ranks(_uneven, world_size)
-
-
 @on_ranks(2, group_timeout_s=6)
-def test_pytorchs_join_is_refused_with_unused_parameters_and_without_zero_outside_of_backward(
-    rank: int, world_size: int
-) -> None:
+def test_pytorchs_join_is_refused_with_unused_parameters_and_without_zero_outside_of_backward(rank: int) -> None:
     ddp = wrap(UNUSED_ON_SOME_RANKS.model(), **UNUSED_ON_SOME_RANKS.ddp_options())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     register("interleaved", ddp, zero)
