@@ -11,11 +11,9 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -41,9 +39,6 @@ _PEER_GONE = (
     "remote peer",
     "Timed out",
 )
-
-# The code with which a process has ended is read from its pipe once, by whoever asks first or starts another process.
-_PROCESSES = threading.Lock()
 
 _EVERY_RANK = {
     "OMP_NUM_THREADS": "1",
@@ -81,7 +76,16 @@ class RankHung(WorldError):
     """A rank had no result when the time was up; the message holds the stacks of its threads."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60,
+    group_timeout_s: float = 20,
+    backend: str | None = "gloo",
+    env: Mapping[str, str] | None = None,
+    return_exceptions: bool = False,
+) -> list[Any]:
     """Calls `fn(rank, world_size, *args)` in `world_size` new processes and returns the results by rank.
 
     Each process has one thread for torch, warnings as errors and, unless `backend` is None, a default group
@@ -93,110 +97,52 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: An
     is raised: every rank is waited for, and the result of one that failed is its exception (`RankDied` for a
     death, `RankHung` for a hang).
     """
-    return _Prepared.of(fn, world_size, *args, **options).play().outcomes()
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A world that is yet to start, with the arguments and the environment of the time when it was prepared."""
-
-    shared: dict[str, Any]
-    until_failure: bool
-
-    @classmethod
-    def of(
-        cls,
-        fn: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        timeout_s: float = 60,
-        group_timeout_s: float = 20,
-        backend: str | None = "gloo",
-        env: Mapping[str, str] | None = None,
-        return_exceptions: bool = False,
-    ) -> _Prepared:
-        """The options of ``run_ranks``."""
-        if _is_forked(backend):
-            start_server()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         shared = {
             "world_size": world_size,
             "backend": backend,
             "group_timeout_s": group_timeout_s,
             "timeout_s": timeout_s,
+            "folder": Path(folder),
             "environ": dict(os.environ) | _EVERY_RANK | dict(env or {}),
             "call": pickling.dumps((fn, args)),
         }
-        return cls(shared, until_failure=not return_exceptions)
-
-    def play(self) -> _Played:
-        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            specs = [
-                RankSpec(rank=rank, folder=Path(folder), **self.shared) for rank in range(self.shared["world_size"])
-            ]
-            specs[0].own.mkdir()
-            world = [_Rank.start(spec) for spec in specs]
-            deadline_s = time.monotonic() + self.shared["timeout_s"]
-            try:
-                _collect(world, reports=1, deadline_s=deadline_s, until_failure=self.until_failure)
-                if not self.until_failure or not any(rank.failure for rank in world):
-                    for rank in world:
-                        rank.let_leave()
-                    deadline_s = max(deadline_s, time.monotonic() + _LEAVE_S)
-                    _collect(world, reports=2, deadline_s=deadline_s, until_failure=self.until_failure)
-            finally:
-                _end(world)
-            return _Played(world, [rank.log() for rank in world], self.until_failure)
-
-
-@dataclass(frozen=True)
-class _Played:
-    world: list[_Rank]
-    logs: list[str]
-    until_failure: bool
-
-    def outcomes(self) -> list[Any]:
-        """The results by rank, or the error of the world; shows what the ranks have printed."""
-        sys.stdout.write("".join(self.logs))
-        blamed = _blamed(self.world)
-        if blamed is not None and self.until_failure:
-            raise _with_the_others(blamed, self.world) from getattr(blamed.failure, "exception", None)
-        return [rank.outcome() for rank in self.world]
-
-
-_BESIDE = ThreadPoolExecutor(2)
-"""Plays worlds ahead of their tests: a world waits for half of its time, so two run at once."""
-
-
-def end_ahead() -> None:
-    """Waits for the worlds that are being played ahead, and leaves the others."""
-    _BESIDE.shutdown(cancel_futures=True)
+        specs = [RankSpec(rank=rank, **shared) for rank in range(world_size)]
+        specs[0].own.mkdir()
+        world = [_Rank.start(spec) for spec in specs]
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            _collect(world, reports=1, deadline_s=deadline_s, until_failure=not return_exceptions)
+            if return_exceptions or not any(rank.failure for rank in world):
+                for rank in world:
+                    rank.let_leave()
+                deadline_s = max(deadline_s, time.monotonic() + _LEAVE_S)
+                _collect(world, reports=2, deadline_s=deadline_s, until_failure=not return_exceptions)
+        finally:
+            _end(world)
+        for rank in world:
+            sys.stdout.write(rank.log())
+    blamed = _blamed(world)
+    if blamed is not None and not return_exceptions:
+        raise _with_the_others(blamed, world) from getattr(blamed.failure, "exception", None)
+    return [rank.outcome() for rank in world]
 
 
 def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of `fn`, or one for each of several numbers of ranks, which `run_ranks` calls with these options. Of
     its arguments `rank`, `world_size` and `folder`, an empty one for all ranks, are the harness's, and the others the
-    test's own. `begin(given)` has its world played ahead."""
+    test's own."""
 
     def decorated(fn: Callable[..., Any]) -> Callable[..., None]:
-        begun: dict[str, Future[_Played]] = {}
-
-        def prepared(given: dict[str, Any]) -> _Prepared:
-            others = {name: value for name, value in given.items() if name != "ranks"}
-            return _Prepared.of(_on_rank, given.get("ranks", world_sizes[0]), test, others, **options)
-
-        def begin(given: dict[str, Any]) -> None:
-            if repr(given) not in begun:
-                begun[repr(given)] = _BESIDE.submit(prepared(given).play)
-
         def test(**given: Any) -> None:
-            ahead = begun.pop(repr(given), None)
-            (prepared(given).play() if ahead is None else ahead.result()).outcomes()
+            others = {name: value for name, value in given.items() if name != "ranks"}
+            run_ranks(_on_rank, given.get("ranks", world_sizes[0]), test, others, **options)
 
         # Not by `functools.wraps`, by which pytest would find the arguments of ranks.
         for name in functools.WRAPPER_ASSIGNMENTS:
             setattr(test, name, getattr(fn, name))
         parameters = [one for name, one in inspect.signature(fn).parameters.items() if name not in _OF_A_RANK]
-        test.on_rank, test.begin = fn, begin  # type: ignore[attr-defined]
+        test.on_rank = fn  # type: ignore[attr-defined]
         if len(world_sizes) > 1:
             import pytest  # `make gpu` has none.
 
@@ -238,11 +184,14 @@ class _Rank:
 
     @classmethod
     def start(cls, spec: RankSpec) -> _Rank:
-        context = multiprocessing.get_context("forkserver" if _is_forked(spec.backend) else "spawn")
+        # CUDA does not survive a fork, even of a process that has only counted its GPUs.
+        is_forked = "nccl" not in (spec.backend or "")
+        if is_forked:
+            start_server()
+        context = multiprocessing.get_context("forkserver" if is_forked else "spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=rank_main, args=(spec, theirs), name=f"rank{spec.rank}", daemon=True)
-        with _PROCESSES:
-            process.start()
+        process.start()
         theirs.close()  # so that the rank's end is the only one, and its death reads as the end of the stream
         return cls(spec, process, ours)
 
@@ -261,7 +210,8 @@ class _Rank:
         try:
             report = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            code = self.exitcode(within_s=5)
+            self.process.join(5)
+            code = self.process.exitcode
             how = "an unknown exit code" if code is None else f"exit code {code}{_signal_name(code)}"
             self.failure = RankDied(rank, f"rank {rank} died with {how}{self._log_section()}", code)
         else:
@@ -284,14 +234,8 @@ class _Rank:
 
     def ask_for_stacks(self) -> None:
         # Until the rank has opened its file it has no handler, and the signal would end it.
-        if self.exitcode() is None and self.spec.stacks.exists():
+        if self.process.exitcode is None and self.spec.stacks.exists():
             os.kill(self.process.pid, signal.SIGUSR1)
-
-    def exitcode(self, *, within_s: float = 0) -> int | None:
-        with _PROCESSES:
-            self.process.join(within_s)
-            code: int | None = self.process.exitcode
-            return code
 
     def log(self) -> str:
         return self.spec.log.read_text(errors="replace") if self.spec.log.exists() else ""
@@ -374,20 +318,16 @@ def _end(world: list[_Rank]) -> None:
         if rank.failure or len(rank.reports) < 2:
             rank.process.kill()
     for rank in world:
-        if rank.exitcode(within_s=10) is None:  # reported, yet stuck on its way out
+        rank.process.join(10)
+        if rank.process.exitcode is None:  # reported, yet stuck on its way out
             rank.process.kill()
-            rank.exitcode(within_s=10)
+            rank.process.join(10)
         rank.connection.close()
         rank.process.close()
 
 
 def _signal_name(code: int) -> str:
     return f" ({signal.Signals(-code).name})" if code < 0 else ""
-
-
-def _is_forked(backend: str | None) -> bool:
-    """CUDA does not survive a fork, even of a process that has only counted its GPUs."""
-    return "nccl" not in (backend or "")
 
 
 def start_server() -> None:

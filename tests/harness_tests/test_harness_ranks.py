@@ -5,13 +5,12 @@ import signal
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from harness import RankDied, RankFailed, RankHung, on_ranks, play, ranks, run_ranks
+from harness import RankDied, RankFailed, RankHung, play, run_ranks
 
 
 def _one_raises(rank: int, world_size: int) -> None:
@@ -76,26 +75,6 @@ def test_warnings_and_exceptions_in_a_thread_fail_their_rank() -> None:
     warned, in_thread = run_ranks(_is_careless, 2, backend=None, return_exceptions=True)
     assert isinstance(warned, UserWarning)
     assert "pop from empty list" in str(in_thread.__notes__)
-
-
-@on_ranks(2)
-def given_zero_raises(rank: int, world_size: int, given: int) -> None:
-    print(f"of {given}")
-    assert given, "the world of another test"
-
-
-def test_a_world_that_is_played_ahead_is_the_one_of_its_test(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ranks, "_BESIDE", ThreadPoolExecutor(1))  # The session's has other worlds to play.
-    for given in (0, 1):
-        given_zero_raises.begin({"given": given})  # type: ignore[attr-defined]
-    given_zero_raises(given=1)
-    assert capsys.readouterr().out == "of 1\nof 1\n"
-    with pytest.raises(RankFailed, match="the world of another test"):
-        given_zero_raises(given=0)
-    with pytest.raises(RankFailed, match="the world of another test"):
-        given_zero_raises(given=0)  # Not played ahead.
 
 
 def test_a_cell_that_fails_is_named_when_all_are_played() -> None:
