@@ -252,15 +252,8 @@ class Averager:
             "flight": flight,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned on this rank.
-
-        Raises:
-            ConfigurationError: it is of other settings, of another model or of another rank.
-        """
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.running.wait()
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises: ConfigurationError: the state is of other settings, of another model or of another rank."""
         if len(state["own_steps"]) != len(self.own_steps):
             raise ConfigurationError("the state is of local SGD with another number of fragments")
         if (state["outer"] is None) != (self.outer is None):
@@ -274,17 +267,21 @@ class Averager:
         if self.anchors is not None and state["anchors"] and state["anchors"].keys() != self.anchors.keys():
             raise ConfigurationError("the state of local SGD is of a model with other parameters")
         flight = state["flight"]
-        tensors = {} if flight is None else self._tensors_of(flight["fragment"])
-        if flight is not None and flight["snapshots"].keys() != tensors.keys():
+        if flight is not None and flight["snapshots"].keys() != self._tensors_of(flight["fragment"]).keys():
             raise ConfigurationError("the pending average that was saved is of a model with other parameters")
-        wire = state["wire"] or {}
-        if self.wire is not None:
-            self.wire.memory.load_state_dict(wire)
-        elif wire.get("error"):
+        if self.wire is None and (state["wire"] or {}).get("error"):
             raise ConfigurationError(
                 "the state has error feedback, the errors of a wire that are still to be delivered, and this LocalSGD "
                 "has no wire: give the wire and error_feedback=True of the run that was saved"
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that :meth:`state_dict` returned on this rank, and that has passed :meth:`check`."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.running.wait()
+        if self.wire is not None:
+            self.wire.memory.load_state_dict(state["wire"] or {})
         self.step, self.round_end, self.rounds = state["step"], state["round_end"], state["rounds"]
         self.own_steps = list(state["own_steps"])
         if self.anchors is not None:
@@ -293,7 +290,8 @@ class Averager:
             copy_all([self.anchors[name] for name in state["anchors"]], list(state["anchors"].values()))
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
-        if flight is not None:
+        if (flight := state["flight"]) is not None:
+            tensors = self._tensors_of(flight["fragment"])
             means, snapshots = (
                 {name: flight[key][name].to(tensor.device, copy=True) for name, tensor in tensors.items()}
                 for key in ("means", "snapshots")

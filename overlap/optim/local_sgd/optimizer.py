@@ -228,7 +228,13 @@ class LocalSGD(AveragingOptimizer, Joinable):
         return {**self.optim.state_dict(), _KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned on this rank; or a plain optimizer's, with a warning."""
+        """Load a state that :meth:`state_dict` returned on this rank; or a plain optimizer's, with a warning.
+
+        Raises:
+            ConfigurationError: it is of other settings, of another model or of another rank.
+        """
+        if state_dict.get(_KEY) is not None:
+            self.averager.check(state_dict[_KEY])
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
         if (own := state_dict.get(_KEY)) is None:
             warnings.warn(

@@ -75,10 +75,12 @@ def _other_optimizers(rank: int, world_size: int) -> None:
             LocalSGD(other, sgd(other.parameters()), 3, **options).load_state_dict(saved)  # type: ignore[arg-type]
     local_state = saved["local_sgd"]
     renamed = {f"other.{name}": one for name, one in local_state["flight"]["snapshots"].items()}
+    faster = [{**group, "lr": 7.0} for group in saved["param_groups"]]
     strange = {**local_state, "step": 40, "flight": {**local_state["flight"], "snapshots": renamed}}
     with pytest.raises(ConfigurationError, match="of a model with other parameters"):
-        made.load_state_dict({**saved, "local_sgd": strange})
-    assert made.averager.step == 4, "a refusal leaves no trace"
+        made.load_state_dict({**saved, "param_groups": faster, "local_sgd": strange})
+    assert made.averager.step == 4 and made.averager.pending is not None, "a refusal leaves no trace"
+    assert [group["lr"] for group in made.param_groups] == [group["lr"] for group in saved["param_groups"]]
     made.load_state_dict(saved)
     with pytest.warns(UserWarning, match="stays at step 4"):
         made.load_state_dict(made.optim.state_dict())
