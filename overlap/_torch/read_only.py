@@ -1,10 +1,10 @@
 """A gradient that may be read and not written, as a tensor subclass.
 
-[Note: applied gradients are read-only]
+[Note: guarded gradients]
 
-A gradient that an update has used is handed over as an :class:`AppliedGradient`: operators that read run on the tensor
-inside, and an operator that writes raises, at the line of the training loop that writes. So an edit that would be lost
-is never silent, and nothing has to be compared later. Views of it are read-only, too; results of other operators are
+A gradient that an update has used, or of which this rank has only a part, is handed over as a :class:`GuardedGradient`:
+operators that read run on the tensor inside (or raise, for a part), and an operator that writes raises, at the line of
+the training loop that writes. So an edit that would be lost is never silent, and nothing has to be compared later. Views of it are read-only, too; results of other operators are
 ordinary tensors. Metadata (shape, dtype, device) are the gradient's own. Another optimizer that has the parameter, too,
 would apply the gradient again, so a read in its ``step`` is an error. ``Module.to`` moves a parameter and then its
 gradient: that follows, for an error there would leave half of a model moved.
@@ -57,20 +57,20 @@ class GradAccessPolicy:
         """Whether ``GradScaler`` may unscale the tensor inside."""
         return False
 
-    def check_optimizer(self, gradient: AppliedGradient, optimizer: Optimizer) -> None:
+    def check_optimizer(self, gradient: GuardedGradient, optimizer: Optimizer) -> None:
         """``step()`` of ``optimizer``, which has the parameter, uses ``gradient``."""
 
-    def refuse(self, gradient: AppliedGradient, attempt: DeniedAccess) -> NoReturn:
+    def refuse(self, gradient: GuardedGradient, attempt: DeniedAccess) -> NoReturn:
         raise TrainingLoopError(
             "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor "
             "can it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
         )
 
-    def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
+    def follow(self, gradient: GuardedGradient, moved: Tensor) -> None:
         """The parameter has got another dtype, device or memory format, and ``moved`` is ``gradient`` there."""
         self.refuse(gradient, DeniedAccess.WRITE)
 
-    def zero(self, gradient: AppliedGradient) -> None:
+    def zero(self, gradient: GuardedGradient) -> None:
         """``zero_()`` was called on ``gradient``, as ``zero_grad(set_to_none=False)`` does."""
         self.refuse(gradient, DeniedAccess.WRITE)
 
@@ -78,8 +78,8 @@ class GradAccessPolicy:
 _OUTLIVED = GradAccessPolicy()
 
 
-class AppliedGradient(Tensor):
-    """A gradient under :class:`GradAccessPolicy`. See [Note: applied gradients are read-only].
+class GuardedGradient(Tensor):
+    """A gradient under :class:`GradAccessPolicy`. See [Note: guarded gradients].
 
     Args:
         inner: the gradient itself; ``None`` where there is none to read, such as a released one.
@@ -96,7 +96,7 @@ class AppliedGradient(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[AppliedGradient],
+        cls: type[GuardedGradient],
         inner: Tensor | None,
         like: Tensor,
         parameter: weakref.ref[Tensor],
@@ -143,13 +143,13 @@ class AppliedGradient(Tensor):
                 plain = torch.empty_like(hidden.parameter()) if hidden.plain is None else hidden.plain  # type: ignore[arg-type]
                 moved = func(plain, *args[1:], **kwargs)
                 inner = None if hidden.plain is None else moved
-                return AppliedGradient(inner, moved, hidden.parameter, hidden.policy, is_readable=hidden.is_readable)
+                return GuardedGradient(inner, moved, hidden.parameter, hidden.policy, is_readable=hidden.is_readable)
             hidden.policy.refuse(hidden, DeniedAccess.READ)
         result = func(*_unwrapped(args), **_unwrapped(kwargs))
         if not is_view:
             return result
         first = given[0]
-        return tree_map_only(Tensor, lambda view: AppliedGradient(view, view, first.parameter, first.policy), result)
+        return tree_map_only(Tensor, lambda view: GuardedGradient(view, view, first.parameter, first.policy), result)
 
     def read(self) -> Tensor:
         """The tensor inside, to be read. Raises: as the policy says."""
@@ -197,7 +197,7 @@ class AppliedGradient(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         shown = repr(self.plain) if self.is_readable and self.plain is not None else f"shape={tuple(self.shape)}"
-        return f"AppliedGradient({shown})"
+        return f"GuardedGradient({shown})"
 
 
 def around(
@@ -207,38 +207,38 @@ def around(
     policy: GradAccessPolicy,
     *,
     is_readable: bool,
-) -> list[AppliedGradient]:
-    """An :class:`AppliedGradient` for each, without a Python call for each."""
+) -> list[GuardedGradient]:
+    """A :class:`GuardedGradient` for each, without a Python call for each."""
     made, known = [], weakref.ref(policy)
     for inner, like, parameter in zip(inners, likes, parameters, strict=True):
         wrapper = Tensor._make_wrapper_subclass(
-            AppliedGradient, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            GuardedGradient, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         wrapper.plain, wrapper.parameter, wrapper.is_readable, wrapper._policy = inner, parameter, is_readable, known
         made.append(wrapper)
     return made
 
 
-def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[AppliedGradient]:
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[GuardedGradient]:
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _of_type([args[place] if place < len(args) else kwargs.get(argument.name)])
 
 
-def _of_type(values: Iterable[Any]) -> Iterator[AppliedGradient]:
+def _of_type(values: Iterable[Any]) -> Iterator[GuardedGradient]:
     for value in values:
         for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, AppliedGradient):
+            if isinstance(each, GuardedGradient):
                 yield each
 
 
 def _unwrapped(values: Any) -> Any:
-    return tree_map_only(AppliedGradient, lambda each: each.plain, values)
+    return tree_map_only(GuardedGradient, lambda each: each.plain, values)
 
 
 def _zero(given: Any) -> Any:
     for each in given if isinstance(given, (list, tuple)) else (given,):
-        if isinstance(each, AppliedGradient):
+        if isinstance(each, GuardedGradient):
             each.policy.zero(each)
         else:
             each.zero_()

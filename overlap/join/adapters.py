@@ -27,7 +27,7 @@ from overlap._torch.c10d import bucket_gradients, issued
 from overlap._torch.ddp import hook_name
 from overlap._torch.join import on_notify
 from overlap._torch.optimizer import all_of, is_scheduled, runs_step_hooks, watch_steps
-from overlap._torch.read_only import AppliedGradient, DeniedAccess, GradAccessPolicy
+from overlap._torch.read_only import DeniedAccess, GradAccessPolicy, GuardedGradient
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.ranks.board import Board
 
@@ -392,18 +392,18 @@ Adapter = StepAdapter | DDPAdapter
 
 class ReplayedGradients(GradAccessPolicy):
     """Gradients of a backward that ranks without inputs replay: read-only until ``step()``, since those ranks step with
-    the mean that backward left. See [Note: applied gradients are read-only]."""
+    the mean that backward left. See [Note: guarded gradients]."""
 
     def __init__(self, join: Port) -> None:
         self._join = join
-        self._handed: dict[int, tuple[Tensor, AppliedGradient]] = {}
+        self._handed: dict[int, tuple[Tensor, GuardedGradient]] = {}
 
     def hand_over(self, parameters: Iterable[Tensor]) -> None:
         """A backward is over that ranks without inputs have replayed."""
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse and not isinstance(gradient, AppliedGradient):
-                handed = AppliedGradient(gradient, gradient, weakref.ref(parameter), self)
+            if gradient is not None and not gradient.is_sparse and not isinstance(gradient, GuardedGradient):
+                handed = GuardedGradient(gradient, gradient, weakref.ref(parameter), self)
                 self._handed[id(parameter)] = parameter, handed
                 parameter.grad = handed
 
@@ -425,7 +425,7 @@ class ReplayedGradients(GradAccessPolicy):
             elif parameters is not None:
                 self.refuse(handed, DeniedAccess.WRITE)
 
-    def refuse(self, gradient: AppliedGradient, attempt: DeniedAccess) -> NoReturn:
+    def refuse(self, gradient: GuardedGradient, attempt: DeniedAccess) -> NoReturn:
         raise TrainingLoopError(
             "gradients cannot be changed between backward and step() (by clipping or GradScaler, say) while ranks "
             f"{self._join.missing} have run out of inputs and step with the mean that backward left: clip with "

@@ -5,7 +5,7 @@
 - A gradient that the library did not make is never cleared or overwritten.
 - One that has been applied is never applied again. It stays readable until the model's next forward clears it.
 - An edit of one that was applied in backward would be lost, so such gradients are handed over read-only, until
-  ``step()``, or where the loop calls none, until the next forward. See [Note: applied gradients are read-only].
+  ``step()``, or where the loop calls none, until the next forward. See [Note: guarded gradients].
 - One of which this rank has only a part, or whose memory was released, cannot be read, either.
 
 Local SGD without an update in backward is an ordinary optimizer, and only clears gradients of a failure.
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from overlap._checks import PLAIN_TYPES
 from overlap._torch.autograd import versions
-from overlap._torch.read_only import AppliedGradient, GradAccessPolicy, around
+from overlap._torch.read_only import GradAccessPolicy, GuardedGradient, around
 
 _grad_of = operator.attrgetter("grad")
 _is_view = operator.methodcaller("_is_view")
@@ -36,7 +36,7 @@ _plain_of = operator.attrgetter("plain")
 # A loop over hundreds of parameters takes twice as long.
 _run_all: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
 _set_grad: Any = vars(torch._C.TensorBase)["grad"].__set__
-_NOT_LEFT = frozenset({type(None), AppliedGradient})
+_NOT_LEFT = frozenset({type(None), GuardedGradient})
 _PLAIN = frozenset(PLAIN_TYPES)
 
 
@@ -46,7 +46,7 @@ class _HandedOver:
 
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
-    wrappers: list[AppliedGradient] = field(default_factory=list)
+    wrappers: list[GuardedGradient] = field(default_factory=list)
     are_parts: bool = False
 
     def are_there(self) -> list[bool]:
@@ -134,7 +134,7 @@ class PassGradients:
             if gradient is None and id(parameter) not in self.released:
                 continue
             inner = gradient
-            if type(gradient) is AppliedGradient:  # Of the pass before, if no forward was seen that would clear it.
+            if type(gradient) is GuardedGradient:  # Of the pass before, if no forward was seen that would clear it.
                 inner = gradient.plain
             elif gradient is not None and gradient._is_view():
                 inner = gradient.data
@@ -180,13 +180,13 @@ class PassGradients:
         self._note_grads_after_step(replaced, list(map(_grad_of, replaced)))
         return replaced
 
-    def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
+    def follow(self, gradient: GuardedGradient, moved: Tensor) -> None:
         """The parameter of ``gradient`` was moved, and ``moved`` takes the gradient's place."""
         parameter = gradient.parameter()
         assert parameter is not None, "it has this gradient"
         made: Any = moved
-        if not isinstance(moved, AppliedGradient):
-            made = AppliedGradient(moved, moved, gradient.parameter, self._policy, is_readable=gradient.is_readable)
+        if not isinstance(moved, GuardedGradient):
+            made = GuardedGradient(moved, moved, gradient.parameter, self._policy, is_readable=gradient.is_readable)
         parameter.grad = made
         handed = self._handed
         wrappers = [made if wrapper is gradient else wrapper for wrapper in handed.wrappers]
@@ -249,7 +249,7 @@ class PassGradients:
         """Whether the loop has changed a gradient since it was applied, or has put another in its place."""
         left = set(map(id, self.as_after_step()))
         there = (p for p in self.applied.values() if p.grad is not None and id(p) not in left)
-        return any(type(p.grad) is not AppliedGradient for p in there)
+        return any(type(p.grad) is not GuardedGradient for p in there)
 
     def clear_applied(self, *, is_replay: bool) -> None:
         """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
@@ -282,7 +282,7 @@ class PassGradients:
 
     def clear_for_good(self) -> None:
         """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
-        for parameter in [p for p in self.applied.values() if type(p.grad) is AppliedGradient]:
+        for parameter in [p for p in self.applied.values() if type(p.grad) is GuardedGradient]:
             parameter.grad = None
         for parameter in [p for p, noted, _ in self._grads_after_step if p.grad is noted()]:
             parameter.grad = None

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from overlap._torch.autograd import backward_id, before_accumulation, is_inside_of_another
 from overlap._torch.optimizer import is_around
-from overlap._torch.read_only import AppliedGradient, DeniedAccess, GradAccessPolicy
+from overlap._torch.read_only import DeniedAccess, GradAccessPolicy, GuardedGradient
 from overlap.errors import TrainingLoopError, hide_internal_frames
 from overlap.hooks.stage import StageContext
 from overlap.optim.gradients import PassGradients, StepInputs, and_others
@@ -563,7 +563,7 @@ class UpdateLifecycle(GradAccessPolicy):
     def allows_unscaling(self) -> bool:
         return self.phase is Phase.REDUCED
 
-    def check_optimizer(self, gradient: AppliedGradient, optimizer: Optimizer) -> None:
+    def check_optimizer(self, gradient: GuardedGradient, optimizer: Optimizer) -> None:
         own = self._optimizer
         if own is None or is_around(optimizer, own) or optimizer is own.stepped:
             return
@@ -571,17 +571,17 @@ class UpdateLifecycle(GradAccessPolicy):
         other, mine, name = type(optimizer).__name__, type(own.stepped).__name__, self._name_of(gradient.parameter())
         raise TrainingLoopError(_ANOTHER_STEPS.format(other=other, name=name, own=mine, instead=instead))
 
-    def follow(self, gradient: AppliedGradient, moved: Tensor) -> None:
+    def follow(self, gradient: GuardedGradient, moved: Tensor) -> None:
         self.gradients.follow(gradient, moved)
         if self.phase is Phase.APPLIED and self._moved is None:
             name = self._name_of(gradient.parameter())
             self._moved = f"{name} was moved to another dtype, device or memory format"
 
-    def refuse(self, gradient: AppliedGradient, attempt: DeniedAccess) -> NoReturn:
+    def refuse(self, gradient: GuardedGradient, attempt: DeniedAccess) -> NoReturn:
         raise self._error_for(gradient.parameter(), attempt)
 
     @torch.no_grad()
-    def zero(self, gradient: AppliedGradient) -> None:
+    def zero(self, gradient: GuardedGradient) -> None:
         if self.phase is Phase.APPLIED:
             self.check(Event.ZERO_GRAD)
         parameter = gradient.parameter()

@@ -18,7 +18,7 @@ from step_loops import SGD, backward, registered, settle
 from harness import assert_parity, on_ranks, wrap
 from harness.models import MLP
 from overlap import TrainingLoopError, allreduce_hook, hook_then_optimizer
-from overlap._torch.read_only import AppliedGradient
+from overlap._torch.read_only import GuardedGradient
 from overlap.compose import OptimizerHookState
 
 
@@ -113,7 +113,7 @@ def test_every_write_is_refused_where_it_is_made_and_reads_are_plain_ddps(rank: 
                 if optimizer is None:
                     ddp.zero_grad()
                 backward(ddp, step, rank)
-                assert all(isinstance(p.grad, AppliedGradient) for p in ddp.parameters())
+                assert all(isinstance(p.grad, GuardedGradient) for p in ddp.parameters())
                 for name, write in WRITES.items() if step == 2 else ():
                     with _refused(f"{form}, view={view}, {name}"):
                         write(ddp)
@@ -137,7 +137,7 @@ def test_every_write_is_refused_where_it_is_made_and_reads_are_plain_ddps(rank: 
                         assert_parity(
                             [p.grad for p in ddp.parameters()], [p.grad for p in reference.parameters()], what=form
                         )
-                        assert not any(isinstance(p.grad, AppliedGradient) for p in ddp.parameters())
+                        assert not any(isinstance(p.grad, GuardedGradient) for p in ddp.parameters())
             assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=f"{form}, view={view}")
 
 

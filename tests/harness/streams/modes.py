@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlap._torch.read_only import AppliedGradient
+from overlap._torch.read_only import GuardedGradient
 
 if TYPE_CHECKING:
     from .detector import Detector
@@ -29,7 +29,7 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, AppliedGradient) for each in types):
+        if any(issubclass(each, GuardedGradient) for each in types):
             return NotImplemented  # It comes here again with the tensors inside.
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

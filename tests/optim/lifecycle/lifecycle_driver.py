@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap import CollectiveError, TrainingLoopError
-from overlap._torch.read_only import AppliedGradient
+from overlap._torch.read_only import GuardedGradient
 
 _SYNCHRONIZING = ("backward", "no_sync", "step_with_closure")  # Under no_sync, where a forward before it was not.
 _BUCKET_CAP_MB = 80 / 2**20
@@ -238,7 +238,7 @@ class Run:
                 return f"{where} {name} is {_short(ours)}, but of plain DDP {_short(theirs)}"
             if self.form.releases and self.oracle.has_garbage:
                 continue  # What a backward had released before it failed is gone.
-            if isinstance(ours.grad, AppliedGradient) != (place in self.oracle.handed):
+            if isinstance(ours.grad, GuardedGradient) != (place in self.oracle.handed):
                 return f"{where} the gradient of {name} is{' not' * (place in self.oracle.handed)} read-only"
             if self.oracle.hides(place) and _can_be_read(ours.grad):
                 return f"{where} the gradient of {name} can be read"
@@ -262,7 +262,7 @@ class Run:
 
 def _values(parameter: Tensor) -> Tensor | None:
     """Its gradient; ``None`` where that was released, too."""
-    return parameter.grad.plain if isinstance(parameter.grad, AppliedGradient) else parameter.grad
+    return parameter.grad.plain if isinstance(parameter.grad, GuardedGradient) else parameter.grad
 
 
 def _can_be_read(gradient: Any) -> bool:
