@@ -4,10 +4,11 @@
 
 A gradient that an update has used, or of which this rank has only a part, is handed over as a :class:`GuardedGradient`:
 operators that read run on the tensor inside (or raise, for a part), and an operator that writes raises, at the line of
-the training loop that writes. So an edit that would be lost is never silent, and nothing has to be compared later. Views of it are read-only, too; results of other operators are
-ordinary tensors. Metadata (shape, dtype, device) are the gradient's own. Another optimizer that has the parameter, too,
-would apply the gradient again, so a read in its ``step`` is an error. ``Module.to`` moves a parameter and then its
-gradient: that follows, for an error there would leave half of a model moved.
+the training loop that writes. So an edit that would be lost is never silent, and nothing has to be compared later.
+Views of it are read-only, too; results of other operators are ordinary tensors. Metadata (shape, dtype, device) are the
+gradient's own. Another optimizer that has the parameter, too, would apply the gradient again, so a read in its ``step``
+is an error. ``Module.to`` moves a parameter and then its gradient: that follows, for an error there would leave half of
+a model moved.
 
 Writes are found by the operator's schema, so ``.data``, views, ``foreach`` kernels, autograd's own accumulation and
 collectives are covered alike. Memory is not reachable: ``numpy()`` copies, and ``data_ptr()`` is refused.

@@ -133,7 +133,7 @@ class Step(Update[StepLayout]):
             parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
         return parameters, gradients
 
-    def apply(self, layout: StepLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
+    def apply(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         verdict = self.lifecycle.verdict
         if verdict.found_inf is None:
             self.optimizer.stepper.step(parameters, gradients)

@@ -161,7 +161,7 @@ class Update(UpdateStage, Generic[L]):
         return ()
 
     @abstractmethod
-    def apply(self, layout: L, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
+    def apply(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         """Update ``parameters``, one part of a step, and note that their gradients have been applied."""
 
     @abstractmethod
@@ -222,7 +222,7 @@ class Update(UpdateStage, Generic[L]):
         # when its own reduction is complete.
         def update() -> None:
             of_pass.reduced.update(layout.owned)
-            self.apply(layout, parameters, gradients)
+            self.apply(parameters, gradients)
 
         def hold() -> Operation:
             of_pass.reduced.update(layout.owned)

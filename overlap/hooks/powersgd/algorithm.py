@@ -140,7 +140,7 @@ class PowerIteration:
 
     def _right(self) -> Any:
         self._receive(self.sent, self.sent)
-        self._orthonormalize(self.sent)
+        self._orthogonalize(self.sent)
         self._times(self.sent, self.start)  # Q = M^T P
         return self._send(self.start, self.other)
 
@@ -152,7 +152,7 @@ class PowerIteration:
 
     def _one(self) -> Any:
         self._begin()
-        self._orthonormalize(self.start)
+        self._orthogonalize(self.start)
         self._times(self.start, self.other)  # P = M Q or Q = M^T P
         return self._send(self.other, self.sent)
 
@@ -286,7 +286,7 @@ class PowerIteration:
         summed = max([batch.cols if factors.layout.is_left else batch.rows for batch in self.layout.batches])
         return 2.0 ** -math.ceil(math.log2(summed) / 2)
 
-    def _orthonormalize(self, factors: Factors) -> None:
+    def _orthogonalize(self, factors: Factors) -> None:
         """Orthonormal bases of the factors' spans in place of the factors, any where these are not finite.
 
         On a CPU Householder's QR is the fastest at every shape that matters. Accelerators run it one matrix after

@@ -297,7 +297,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             return kept
         return (*kept, look, vote) if bucket.is_last else (*kept, look)
 
-    def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
+    def apply(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         verdict = self.lifecycle.verdict
         if verdict.found_inf is None or not verdict.skips(self.stepped):
             self.optimizer.update(parameters, gradients, verdict)
