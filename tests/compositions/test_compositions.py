@@ -327,7 +327,9 @@ def _by_table(states: list[Any], key: Any = "") -> Any:
     if key in ("error", "residuals"):
         divisor = 1 if key == "error" else len(states)
         return {name: sum(state[name] for state in states) / divisor for name in states[0]}
-    own = {"rank", "ranks", "generator", "own"}  # The last is what is sharded.
+    own = {"rank", "ranks", "generator"}
+    if "places" in states[0]:  # Sharded: compared when it is put together.
+        own |= {"places", "state"}
     return {key: _by_table([state[key] for state in states], key) for key in states[0] if key not in own}
 
 
