@@ -19,6 +19,7 @@ import unittest
 from typing import Any
 
 import torch
+import torch.utils._triton
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -112,6 +113,7 @@ def _prepare(*, registers: bool) -> None:
         setattr(torch.cuda, name, lambda device=None: None)
     torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
     torch.cuda.current_device = lambda: 0
+    torch.utils._triton.has_triton = lambda: False  # It would ask a CUDA build for the properties of the device.
 
 
 def _play(kind: str, names: list[str]) -> None:
