@@ -7,7 +7,7 @@ parameters, is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -124,11 +124,12 @@ class PostLocal(Stage):
         self.children = (self.inner,)
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
+        self._replan: Callable[[], None] = lambda: None
         self._committed: int | None = None
         """Passes up to the last step, once one has begun since."""
 
     def attach(self, context: StageContext) -> None:
-        self._committed = None
+        self._committed, self._replan = None, context.replan
 
     def commit(self, *, others: Collection[str] = ()) -> None:
         self._committed = None
@@ -140,8 +141,11 @@ class PostLocal(Stage):
     def before_backward(self, *, is_replay: bool) -> None:
         self._committed = self._state.iter if self._committed is None else self._committed
         # Decided once for all buckets of the pass, and here, because making a group is a collective.
+        before = self._is_local, self._group
         self._is_local = self._state.is_local
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
+        if before != (self._is_local, self._group):
+            self._replan()  # Later stages get means of other ranks now, or none.
 
     async def __call__(self, bucket: Bucket) -> None:
         if self._group is not None:

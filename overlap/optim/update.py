@@ -136,6 +136,8 @@ class Update(UpdateStage, Generic[L]):
         self._planned_outcome: Phase | None = None
         # Gradients of the last backward that wait for its last bucket, or on a rank that replays for step().
         self.held: dict[Tensor, Tensor] = {}
+        # Whether a sharded update follows in the chain.
+        self._precedes_sharded = False
 
     # The primitives.
 
@@ -213,6 +215,9 @@ class Update(UpdateStage, Generic[L]):
 
         # A rank that replays calls no step(); a sharded update of it is made by a hook of Join, with its collectives.
         if self.leaves_update and (self.is_sharded or not bucket.is_replay):
+            if not self.is_sharded and self.form.is_deferred and self._precedes_sharded:
+                # As in the replay of another rank below, or gathers of later stages would have another order here.
+                return note, whole_pass, whole_pass
             return note, *self.leaving(bucket, layout, used)
         if used is not None:
             of_pass.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
@@ -422,6 +427,7 @@ class Update(UpdateStage, Generic[L]):
         form = replace(self.form, owner=self.optimizer_name if len(updates) > 1 else "")
         self.lifecycle.form = in_its_chain(form, self.before)
         self.lifecycle.others = [update.lifecycle for update in updates if update is not self]
+        self._precedes_sharded = any(update.is_sharded for update in updates[updates.index(self) + 1 :])
         if self.releases_gradients:
             assert self.context is not None, "stages are attached before they are checked together"
             releasing = [update for update in updates if update.releases_gradients]

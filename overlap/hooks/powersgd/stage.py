@@ -95,11 +95,13 @@ class PowerSGD(StageWithMemory):
         self._memory = Memory(self, wire=wire)
         self._layouts: dict[tuple[object, ...], ReductionLayout] = {}
         self._all_reduce = AllReduce()
+        self._compresses = False
 
     def before_backward(self, *, is_replay: bool) -> None:
         super().before_backward(is_replay=is_replay)
         self._memory.counts["steps"] += 1
-        if self._step == 0:  # Compression begins.
+        if (compresses := self._step >= 0) is not self._compresses:  # It begins; or a discarded step has begun it.
+            self._compresses = compresses
             self._memory.replan()
 
     @property

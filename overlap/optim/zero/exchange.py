@@ -104,6 +104,7 @@ class BucketShards:
             self.own_sizes.append(self.padding)
         self.codec: Codec | None = None
         """Of a rank's row, where parameters are gathered through a wire."""
+        self._rows: Rows | None = None
 
     def __iter__(self) -> Iterator[Shard]:
         """The shards in the bucket's order, without the parameters that are not sharded."""
@@ -161,10 +162,12 @@ class BucketShards:
             rooms[owner] = room - part.numel()
         return found
 
-    @cached_property
     def rows(self) -> Rows:
-        """The parameters' own memory as rows."""
-        return Rows(self, self.flats)
+        """The parameters' own memory as rows, made again where the loop has moved a parameter: :attr:`flats` follow
+        their parameters, and views of them do not."""
+        if self._rows is None or not self._rows.is_there():
+            self._rows = Rows(self, self.flats)
+        return self._rows
 
     @cached_property
     def parts(self) -> list[tuple[BucketShards, slice]]:
@@ -194,6 +197,7 @@ class Rows:
         self._sizes, self._own_sizes = shards.sizes, shards.own_sizes
         self._padding_numel = shards.ranks * shards.padding
         self._tensors = [tensors[place] for place, _ in shards.divided]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         like = self._tensors[0]
         is_in_place = len(self._tensors) == 1 and like.numel() == math.prod(self._shape) and can_be_sent(like)
         self.in_place = like.view(self._shape) if is_in_place else None
@@ -207,6 +211,10 @@ class Rows:
         self._filled = [self._tensors[place].view(-1) for place, _ in self._short]
         views = [like if place in self._rooms else one.view(shards.ranks, length) for place, (one, length) in each]
         self._targets = [*views, *[like] * (len(shards.sizes) - len(each))]
+
+    def is_there(self) -> bool:
+        """Whether the tensors have the memory that they had."""
+        return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
 
     def new(self) -> Tensor:
         """Room for the rows of all ranks."""
@@ -334,7 +342,6 @@ def gathering_through(wire: Wire, shards: BucketShards, group: dist.ProcessGroup
     if not shards.divided:
         return ()
     codec = shards.codec = shards.codec or wire.codec(shards.row_numel)
-    rows_of = shards.rows
     ranks, rank, device, encoded = shards.ranks, shards.rank, shards.flats[0].device, list[Tensor]()
 
     def encode() -> Operation:
@@ -347,7 +354,7 @@ def gathering_through(wire: Wire, shards: BucketShards, group: dist.ProcessGroup
     def decode() -> None:
         rows = torch.empty(ranks, shards.row_numel, dtype=torch.float32, device=device)
         codec.decode_rows(encoded.pop(), rows)
-        rows_of.unpack(rows.to(shards.flats[0].dtype))
+        shards.rows().unpack(rows.to(shards.flats[0].dtype))
         shards.note_published()
 
     return encode, decode
@@ -396,21 +403,23 @@ def _gather_rows(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
     """Fill the parts of the parameters that other ranks own."""
     if not shards.divided:
         return ()
-    rows_of, packed = shards.rows, list[Tensor]()
-
-    def gathered(rows: Tensor) -> Operation:
-        return all_gather(rows.view(-1), rows[shards.rank], group=group)
+    packed: list[tuple[Rows, Tensor]] = []
 
     def pack() -> Operation:
-        packed.append(rows := rows_of.new())
-        chunks, places = rows_of.own_chunks(rows)
-        copy_all(places, chunks)
-        return gathered(rows)
+        rows_of = shards.rows()
+        if (rows := rows_of.in_place) is None:
+            rows = rows_of.new()
+            chunks, places = rows_of.own_chunks(rows)
+            copy_all(places, chunks)
+            packed.append((rows_of, rows))
+        return all_gather(rows.view(-1), rows[shards.rank], group=group)
 
     def unpack() -> None:
-        rows_of.unpack(packed.pop())
+        for rows_of, rows in packed:
+            rows_of.unpack(rows)
+        packed.clear()
 
-    return (pack, unpack) if rows_of.in_place is None else (partial(gathered, rows_of.in_place),)
+    return pack, unpack
 
 
 def _reduce_by_messages(tensors: Sequence[Tensor], shards: BucketShards, group: dist.ProcessGroup) -> Plan:

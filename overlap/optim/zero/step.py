@@ -211,6 +211,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         self._prefetch = ParameterPrefetch()
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
+        self._follows_its_reducer = False
         # Of the last backward: its buckets in their order, and whether its gradients are finite on all ranks.
         self._gathers: list[Gather] = []
         self._largest = LargestElements()
@@ -228,6 +229,8 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
     def reduction(self, bucket: Bucket, layout: ShardedLayout) -> Plan:
         shards = layout.shards
+        # A reducer may leave gradients as they are in some passes, such as those of a warm-up.
+        self.has_whole_mean = bucket.is_mean and not self._follows_its_reducer
 
         def arrive() -> None:  # First of all, so that gathers have the order of arrivals.
             if shards is not None:
@@ -423,6 +426,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         super().check_together(stages)
         reducers = [stage for stage in self.before if stage.role is Role.REDUCER]
         has_own = any(isinstance(stage, ReduceScatter) and self.optimizer in stage.zeros for stage in reducers)
+        self._follows_its_reducer = has_own
         self.has_whole_mean = bool(reducers) and not has_own
         in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.form.outcome is Phase.REDUCED]
         self._is_in_step_with_others = self in in_step and len(in_step) > 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.host_cost import IdleStreams, model_on
-from overlap import PowerSGD, chain
+from overlap import OverlappedOptimizer, PowerSGD, Step, chain
 from overlap._torch.device import DeviceStreams, streams_replaced
 
 from .checks import gradients, world_of
@@ -44,3 +44,19 @@ def test_plans_are_made_anew_where_compression_begins_and_when_a_state_is_loaded
         stage.load_state_dict(beginning)
         ddp(x).sum().backward()
         assert stage.compression_stats()[2] == 0
+
+
+def test_plans_are_made_anew_where_the_step_in_which_compression_began_is_discarded() -> None:
+    with model_on(2, 2) as (ddp, x):
+        stage = PowerSGD(rank=1, start_step=2)
+        optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        chain(stage, Step(optimizer, deferred=True)).register(ddp)
+        ddp(x).sum().backward()
+        optimizer.step()
+        for _ in range(2):
+            ddp(x).sum().backward()
+        assert stage.compression_stats()[2] > 0
+        optimizer.zero_grad()
+        sent = stage.compression_stats()[2]
+        ddp(x).sum().backward()
+        assert stage.compression_stats()[2] == sent, "this pass is before compression"

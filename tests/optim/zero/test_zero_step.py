@@ -1,5 +1,6 @@
 """What step() does: clipping, GradScaler, Join, the stage after a reducer, and the names of PyTorch."""
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -9,11 +10,15 @@ from torch.distributed.algorithms.join import Join
 from zero_loops import ADAMW_OPTIONS, FORMS, register
 
 import overlap
-from benchmarks.host_cost import model_on
+from benchmarks.host_cost import IdleStreams, model_on
 from harness import assert_equal_ranks, assert_parity, on_ranks, plain_step, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
+    BFloat16,
+    OverlappedOptimizer,
+    PostLocalSGDState,
+    Step,
     TrainingLoopError,
     UnsupportedError,
     ZeroRedundancyOptimizer,
@@ -23,6 +28,8 @@ from overlap import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
+from overlap._torch.device import streams_replaced
+from overlap.hooks import PostLocal
 
 
 @on_ranks(2)
@@ -225,3 +232,56 @@ def test_a_step_after_its_registration_was_removed_is_an_error(rank: int, world_
     registration.remove()
     with pytest.raises(TrainingLoopError):
         zero.step()
+
+
+@on_ranks(2, group_timeout_s=20)
+def test_a_left_update_before_a_sharded_one_has_its_order_on_a_rank_that_replays(rank: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    parameters = list(ddp.parameters())
+    optimizer = OverlappedOptimizer(torch.optim.SGD(parameters[::2], lr=0.1))
+    zero = ZeroRedundancyOptimizer(parameters[1::2], torch.optim.SGD, lr=0.1, master_dtype=torch.float32)
+    chain(AllReduce(), Step(optimizer, deferred=True), ZeroStep(zero, gather_wire=BFloat16())).register(ddp)
+    with overlap.Join([ddp, optimizer, zero]) as join:
+        for batch in join.iterate(MLP.batches(rank, steps=2 + 2 * rank)):
+            mean_squared_error(ddp, batch).backward()
+            optimizer.step()
+            zero.step()
+    assert_equal_ranks(parameters, what="parameters")
+
+
+@on_ranks(2)
+def test_gathers_follow_parameters_that_the_loop_moves(rank: int) -> None:
+    for wire, on_streams in ((None, True), (BFloat16(), False)):
+        trained = []
+        for moves in (False, True):
+            ddp = wrap(MLP.model(), **MLP.ddp_options())
+            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, master_dtype=torch.float32)
+            with streams_replaced(IdleStreams()) if on_streams else contextlib.nullcontext():
+                registration = chain(ZeroStep(zero, gather_wire=wire)).register(ddp)
+                for step, batch in enumerate(MLP.batches(rank, steps=6)):
+                    for parameter in ddp.parameters() if moves and step == 4 else ():
+                        parameter.data = parameter.data.clone()
+                    mean_squared_error(ddp, batch).backward()
+                    zero.step()
+                registration.remove()
+            trained.append([parameter.detach().clone() for parameter in ddp.parameters()])
+            assert_equal_ranks(trained[-1], what=f"{wire}, {moves=}")
+        assert_parity(trained[1], trained[0], what=f"{wire}")
+
+
+@on_ranks(2)
+def test_a_reducer_that_reduces_in_some_passes_alone_leaves_the_others_to_the_sharded_update(rank: int) -> None:
+    for deferred in (False, True):
+        trained = []
+        for warm_up in (False, True):
+            ddp = wrap(MLP.model(), **MLP.ddp_options())
+            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+            reducer = PostLocal(PostLocalSGDState(None, None, 3, False)) if warm_up else AllReduce()
+            chain(reducer, ZeroStep(zero, deferred=deferred)).register(ddp)
+            for batch in MLP.batches(rank, steps=6):
+                mean_squared_error(ddp, batch).backward()
+                zero.step()
+            trained.append(list(ddp.parameters()))
+            assert_equal_ranks(trained[-1], what=f"{deferred=}, {warm_up=}")
+        for one, other in zip(*trained, strict=True):
+            torch.testing.assert_close(one, other)
