@@ -6,12 +6,15 @@ keeps the last copied part of every tensor until all are written.
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -204,6 +207,7 @@ class Folder:
     """
 
     def __init__(self, folder: str) -> None:
+        self._path = folder
         self._reader = FileSystemReader(folder)
         self._metadata = self._reader.read_metadata()
         self.found: dict[str, Any] = self._metadata.state_dict_metadata
@@ -214,7 +218,11 @@ class Folder:
         return isinstance(self.found[name], BytesStorageMetadata)
 
     def read(self, name: str, boxes: Boxes | None = None) -> Any:
-        """Read an entry, or of a tensor these ``boxes``, into which its elements go."""
+        """Read an entry, or of a tensor these ``boxes``, into which its elements go.
+
+        Raises:
+            ValueError: bytes are not those that were written.
+        """
         found, value = self.found[name], None
         if boxes is None and not self.is_pickled(name):
             value = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
@@ -223,5 +231,17 @@ class Folder:
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(given, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        plan = planner.create_local_plan()
+        self._check_sums({item.storage_index: None for item in plan.items})
+        self._reader.read_data(plan, planner).wait()
         return given[name] if value is None else value
+
+    def _check_sums(self, places: Iterable[Any]) -> None:
+        """Compare the checksums of archives, which ``torch.load`` does not, where PyTorch writes them."""
+        for place in places if torch.serialization.get_crc32_options() else ():
+            at = self._reader.storage_data[place]
+            with (Path(self._path) / at.relative_path).open("rb") as file:
+                file.seek(at.offset)
+                archive = io.BytesIO(file.read(at.length))
+            if zipfile.is_zipfile(archive) and (wrong := zipfile.ZipFile(archive).testzip()) is not None:
+                raise ValueError(f"the checksum of {wrong} in {at.relative_path} is wrong")

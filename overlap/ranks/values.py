@@ -51,11 +51,12 @@ def mapped(value: Any, function: Callable[[Any], Any], where: str = "state_dict(
     if isinstance(value, Tensor) or type(value) in _PLAIN:
         return function(value)
     if isinstance(value, Mapping):
-        return {key: mapped(one, function, f"{where}[{key!r}]") for key, one in value.items()}
+        names = {key: mapped(key, lambda one: one, f"the key {key!r} of {where}") for key in value}
+        return {names[key]: mapped(one, function, f"{where}[{key!r}]") for key, one in value.items()}
     if isinstance(value, (list, tuple, set)):
         members = [mapped(one, function, f"{where}[{place}]") for place, one in enumerate(value)]
         return members if isinstance(value, list) else tuple(members) if isinstance(value, tuple) else set(members)
-    if hasattr(value, "dtype") and hasattr(value, "item"):  # A number of NumPy.
+    if hasattr(value, "dtype") and getattr(value, "shape", None) == ():  # A number of NumPy.
         return mapped(value.item(), function, where)
     raise ConfigurationError(
         f"{where} is a {type(value).__name__}, which is neither a tensor nor a plain value, so "

@@ -46,10 +46,10 @@ from overlap.errors import CollectiveError, ConfigurationError
 from overlap.hooks.stage import redistributed
 from overlap.hooks.states import StatesOfRanks, uncopied
 from overlap.join.context import refuse_once_joined
-from overlap.optim import LocalSGD, ZeroRedundancyOptimizer
+from overlap.optim import ZeroRedundancyOptimizer
 from overlap.optim.zero.checkpoint import entries_of, in_memory_order, numbered
 from overlap.optim.zero.shards import Shard, options_of
-from overlap.optim.zero.state import is_per_element
+from overlap.optim.zero.state import is_per_element, tensors_in
 from overlap.ranks.board import Agreement, failures_explained
 from overlap.ranks.values import Leaf, filled, laid_out, mapped, snapshot, split
 from overlap.resume.state import VERSION, Optim, RankState, class_of
@@ -279,7 +279,7 @@ class _Saved:
                 "signature": None if run.stage is None else run.stage.signature,
                 "parts": are_same,
                 "objects": self._objects,
-                "optimizers": snapshot(self._records),
+                "optimizers": self._records,
             }
         return items
 
@@ -294,6 +294,11 @@ class _Saved:
         """By the names of its parameters; returns the entries that belong to none."""
         optim, names = self._run.optimizers[place], _names_of(its["parameters"], place)
         shards = optim.sharded_state().shards if isinstance(optim, ZeroRedundancyOptimizer) else None
+        if "state" not in its["state"]:
+            raise ConfigurationError(
+                f"the state_dict of {its['class']} has a form of its own, which no folder has: save the run by "
+                "overlap.state_dict(ddp, optim), in a file a rank"
+            )
         rest = dict(its["state"]["state"])
         for index, name in enumerate(names):
             for key, value in rest.pop(index, {}).items():
@@ -311,7 +316,8 @@ class _Saved:
             for key, value in {**options_of(group), "params": labels}.items():
                 self._put(f"{_GROUPS}{self._groups}.{key}", value, is_shared=False)
             self._groups += 1
-        return {"state": rest, "entries": entries_of(its["state"])}
+        made: dict[str, Any] = snapshot({"state": rest, "entries": entries_of(its["state"])}, its["class"])
+        return made
 
 
 def _written(name: str, value: Any) -> Any:
@@ -415,9 +421,6 @@ class _Found:
         run = self._run
         if run.stage is not None and self._manifest.get("signature") != run.stage.signature:
             yield run.stage, state["stages"]["state"]
-        for optim, its in zip(run.optimizers, state["optimizer"], strict=True):
-            if isinstance(optim, LocalSGD):
-                yield optim, copy.deepcopy(its["state"])
         for name, target in given.items():
             yield target, snapshot(self._part(f"{_LOOP}{name}", run.rank))
 
@@ -464,7 +467,7 @@ class _Found:
         if not has_memory and self._manifest.get("classes", ...) != run.classes:
             # Of other stages, or none; these begin anew, if they have not begun.
             with uncopied():
-                if run.stage.state_dict():
+                if tensors_in(run.stage.state_dict()):
                     raise ConfigurationError(
                         f"{self._path} has no memory of stages, and {run.stage!r} has some of its own passes: load "
                         "before the first forward, and its stages begin anew"
@@ -482,10 +485,13 @@ class _Found:
         for name in found:
             if name.startswith(_GROUPS):
                 _, _, number, key = name.split(".", 3)
+                if not number.isdigit():
+                    raise self._of_no_known_form()
                 groups += [{} for _ in range(int(number) + 1 - len(groups))]
                 groups[int(number)][key] = self._read(name)
         records = self._manifest["optimizers"]
         if records is None:  # PyTorch's own, with the groups of all optimizers in their order.
+            self._check_groups(groups)
             labels = iter([group["params"] for group in groups])
             records = [
                 {"class": class_of(one), "parameters": list(islice(labels, len(one.param_groups))), "is_own": False}
@@ -502,12 +508,33 @@ class _Found:
                     state["class"] = here
                 if not record["is_own"]:
                     state |= self._optimizer(place, record, list(islice(rest, len(record["parameters"]))), keys_of)
-                elif self._is_other:
+                elif self._is_other and state["class"] == here:
                     state = snapshot(run.redistributed(place, self._of_ranks(f"optimizer.{place}")))
-                else:
+                elif not self._is_other:
                     state = snapshot(self._part(f"optimizer.{place}", run.rank))
             states.append(state)
         return states
+
+    def _of_no_known_form(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"the optimizer's state in {self._path} has another form than that of overlap.save and of PyTorch's "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optim): save it by one of these"
+        )
+
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises: ConfigurationError: groups that PyTorch has saved are of another optimizer."""
+        for group in groups:
+            labels = group.get("params")
+            if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+                raise self._of_no_known_form()
+        here = [(one, group) for one in self._run.optimizers for group in one.param_groups]
+        for (optim, own), group in zip(here, groups, strict=False):
+            missing, others = {*optim.defaults} - {*group}, {*group} - {*own} - {"initial_lr", "param_names"}
+            if missing and others:
+                raise ConfigurationError(
+                    f"{self._path} has the state of an optimizer with the options {sorted(others)}, and "
+                    f"{class_of(optim)} has {sorted(missing)}: give the optimizer that was saved"
+                )
 
     def _optimizer(
         self, place: int, record: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys_of: Mapping[str, Any]

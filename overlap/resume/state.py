@@ -27,7 +27,7 @@ from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, Ze
 from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.zero.checkpoint import load_as_saved, of_version_0_1_0
+from overlap.optim.zero.checkpoint import check_no_masters, load_as_saved, of_version_0_1_0
 from overlap.ranks.values import snapshot
 
 OneOptim = Optimizer | FunctionalOptimizer
@@ -205,6 +205,10 @@ class RankState:
             for optim, saved in zip(self.optimizers, state["optimizer"], strict=True):
                 if isinstance(optim, ZeroRedundancyOptimizer):
                     optim.sharded_state().check(saved)
+                    continue
+                check_no_masters(optim, saved["state"])
+                if isinstance(optim, LocalSGD) and saved["state"].get("local_sgd") is not None:
+                    optim.averager.check(saved["state"]["local_sgd"])
         for lifecycle in self._lifecycles:
             lifecycle.check(Event.LOAD)
 
@@ -233,7 +237,11 @@ class RankState:
         if set(here) != set(saved):
             raise ConfigurationError(f"the state is another model's, which {_difference(saved, here)}")
         for name, value in here.items():
-            if isinstance(value, Tensor) and (value.shape, value.dtype) != (saved[name].shape, saved[name].dtype):
+            if not isinstance(value, Tensor):
+                continue
+            if not isinstance(saved[name], Tensor):
+                raise ConfigurationError(f"the state is another model's: {name} is no tensor in it")
+            if (value.shape, value.dtype) != (saved[name].shape, saved[name].dtype):
                 raise ConfigurationError(
                     f"the state is another model's: {name} is {tuple(saved[name].shape)} {saved[name].dtype} in it, "
                     f"and {tuple(value.shape)} {value.dtype} here"

@@ -93,7 +93,9 @@ class TrainState:
         with Agreement(self._ddp.process_group, "gather the state of a TrainState") as agreement:
             run = self._run("gathered")
             common, own = _divided(run, run.state(stages_only=self._stages_only) if parts is None else parts)
-            split(own)  # A value that cannot be sent is refused before any rank sends.
+            if not 0 <= to < run.ranks:
+                raise ConfigurationError(f"gathered(to={to}): ranks of the group are 0 to {run.ranks - 1}")
+            split([common, own])  # A value that cannot be sent is refused before any rank sends.
             agreement.agree()
         group = side_group(self._ddp.process_group)
         if run.rank != to:

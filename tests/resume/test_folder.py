@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -223,9 +224,7 @@ def _refused(rank: int, folder: Path) -> None:
     file, metadata = folder / "flipped" / f"__{rank}_0.distcp", folder / "metadata" / ".metadata"
     dist.barrier()
     data = bytearray(file.read_bytes())
-    start = data.rindex(b"data/0") + 64
-    for place in range(start, start + 64):
-        data[place] ^= 0xFF
+    data[data.index(b"data/0") + 96] ^= 1  # One bit of a tensor.
     file.write_bytes(data)
     os.truncate(folder / "cut" / f"__{rank}_0.distcp", 1000)
     if rank == 0:
@@ -273,11 +272,68 @@ def _refused(rank: int, folder: Path) -> None:
         overlap.save(folder / "taken" / "file" / "1", ddp, optimizer)
 
 
+class _Nesting(torch.optim.SGD):
+    """Its state has values of other dtypes than the parameter's, one in another."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            codes = torch.arange(parameter.numel(), dtype=torch.uint8)
+            scale = torch.full((1,), 1 / 3, dtype=torch.float64)
+            self.state[parameter]["quantized"] = {"codes": codes, "kind": "nf4", "scales": [scale, None]}
+
+
+def _nested(rank: int, folder: Path) -> None:
+    """State comes back as it was, and forms of others that do not fit are refused before anything is changed."""
+
+    def made(make: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+        model = nn.Linear(4, 4).to(torch.bfloat16)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        return (ddp := wrap(model)), make(ddp.parameters(), lr=0.1, **options)
+
+    def trained(make: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+        ddp, optimizer = made(make, **options)
+        ddp(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        return ddp, optimizer
+
+    def sharded(parameters: Any, **options: Any) -> Any:
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, master_dtype=torch.float32, **options)
+
+    ddp, optimizer = trained(_Nesting)
+    overlap.save(folder / "nested", ddp, optimizer)
+    other, its = made(_Nesting)
+    overlap.load(folder / "nested", other, its)
+    assert_parity(its.state_dict()["state"], optimizer.state_dict()["state"], what="nested state")
+    overlap.save(folder / "masters", *trained(sharded))
+    ddp, optimizer = trained(torch.optim.SGD, momentum=0.9)
+    model, state = get_state_dict(ddp, optimizer)
+    dcp.save({"model": model, "optim": state}, checkpoint_id=folder / "sgd")
+    numbered = {"model": ddp.module.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(numbered, checkpoint_id=folder / "numbered")
+    for name, message in (
+        ("masters", r"a copy of parameter 0 in torch.float32"),
+        ("sgd", r"options \['dampening', .*\], and AdamW has \['amsgrad', 'betas'"),
+        ("numbered", r"another form than that of overlap.save"),
+    ):
+        other, its = made(torch.optim.AdamW)
+        before = copy.deepcopy(other.module.state_dict())
+        with pytest.raises(ConfigurationError, match=message):
+            overlap.load(folder / name, other, its)
+        assert_parity(other.module.state_dict(), before, what=name)
+    for value in ({np.str_("a"): 1, b"b": {frozenset(): 2}}, np.ones(2)):
+        with pytest.raises(ConfigurationError, match="neither a tensor nor a plain value"):
+            overlap.save(folder / "keys", ddp, optimizer, value=value)
+    with pytest.raises(ConfigurationError, match=r"gathered\(to=2\)"):
+        overlap.TrainState(ddp, optimizer).gathered(to=2)
+
+
 CELLS: dict[str, Callable[[int, Path], None]] = {
     "what the loop adds": _loop,
     "buffers and ignored parameters": _buffers,
     "models that differ": _apart,
     "several optimizers and layouts": _several,
+    "state that nests, and forms of others": _nested,
     "a folder that does not fit is refused and changes nothing": _refused,
 }
 

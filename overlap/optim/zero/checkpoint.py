@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class ShardedState:
                 f"consolidate_state_dict(to={to}): ranks of the group are 0 to {ranks - 1}, and None stands for all"
             )
         state = own["state"]["state"]
-        split(state, "zero.state")
+        split({**entries_of(own["state"]), "state": state}, "zero.state")
         agreement.agree()
         group, root, others = side_group(self.process_group), to or 0, [n for n in range(ranks) if n != (to or 0)]
         ends_bytes = itertools.accumulate(shard.parameter.nbytes for shard in self.shards)
@@ -204,11 +205,7 @@ class ShardedState:
                 )
             state = own["state"]["state"].get(index, {})
             if (master := state.get(_MASTER)) is not None and not shard.has_master:
-                raise ConfigurationError(
-                    f"the state has a copy of {shard.name} in {master.dtype}, from which it was stepped, and this "
-                    f"optimizer keeps none: give ZeroRedundancyOptimizer master_dtype={master.dtype}, with parameters "
-                    "of the dtype that they had"
-                )
+                raise _has_master(shard.name, master)
             check_divisible(self.optimizer, shard, state, shape)
 
     @torch.no_grad()
@@ -333,6 +330,28 @@ def _moment(value: Any, key: str, chunk: Tensor) -> Any:
     return value.to(chunk.dtype) if is_cast and key != "step" else value
 
 
+def _has_master(name: str, master: Tensor) -> ConfigurationError:
+    return ConfigurationError(
+        f"the state has a copy of {name} in {master.dtype}, from which it was stepped, and this optimizer keeps none: "
+        f"give ZeroRedundancyOptimizer master_dtype={master.dtype}, with parameters of the dtype that they had"
+    )
+
+
+def check_no_masters(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Raises: ConfigurationError: a state for a plain ``optimizer`` is of one that stepped copies in another dtype."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = saved.get("state")
+    for number, parameter in enumerate(parameters):
+        its = states.get(number) if isinstance(states, Mapping) else None
+        master = its.get(_MASTER) if isinstance(its, Mapping) else None
+        if isinstance(master, Tensor) and master.dtype != parameter.dtype:
+            raise _has_master(f"parameter {number}", master)
+
+
+def _moved(value: Any, *, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
 def load_as_saved(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """``optimizer.load_state_dict``, which takes strings for sequences and casts state to the parameter's dtype; then
     these values as they were saved."""
@@ -345,8 +364,9 @@ def load_as_saved(optimizer: Any, saved: Mapping[str, Any]) -> None:
         loaded = optimizer.state.get(parameter, {})
         for key, value in saved["state"].get(number, {}).items():
             now = loaded.get(key)
-            if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
-                loaded[key] = value
+            if isinstance(value, (str, dict, list, tuple)):
+                move = partial(_moved, device=parameter.device)
+                loaded[key] = mapped(value, move, f"state[{key!r}]") if tensors_in(value) else value
             elif key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
                 continue
             elif now.dtype == parameter.dtype != value.dtype:
