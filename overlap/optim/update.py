@@ -136,8 +136,8 @@ class Update(UpdateStage, Generic[L]):
         self._planned_outcome: Phase | None = None
         # Gradients of the last backward that wait for its last bucket, or on a rank that replays for step().
         self.held: dict[Tensor, Tensor] = {}
-        # Whether a sharded update follows in the chain.
-        self._precedes_sharded = False
+        # Whether another update follows in the chain.
+        self._has_next = False
 
     # The primitives.
 
@@ -194,6 +194,9 @@ class Update(UpdateStage, Generic[L]):
 
     async def __call__(self, bucket: Bucket) -> None:
         if bucket.is_replay and not (bucket.is_mean or self.is_sharded):
+            if self.form.is_deferred and self._has_next:  # As where it is made.
+                await whole_pass()
+                await whole_pass()
             return  # Zeros of a rank that has run out of inputs: other ranks' gradients have not been added to them.
         layout = self.layout_of(bucket)
         await follow(self.reduction(bucket, layout))
@@ -215,8 +218,8 @@ class Update(UpdateStage, Generic[L]):
 
         # A rank that replays calls no step(); a sharded update of it is made by a hook of Join, with its collectives.
         if self.leaves_update and (self.is_sharded or not bucket.is_replay):
-            if not self.is_sharded and self.form.is_deferred and self._precedes_sharded:
-                # As in the replay of another rank below, or gathers of later stages would have another order here.
+            if not self.is_sharded and self.form.is_deferred and self._has_next:
+                # As in the replay of another rank below, or collectives of later updates had another order here.
                 return note, whole_pass, whole_pass
             return note, *self.leaving(bucket, layout, used)
         if used is not None:
@@ -427,7 +430,7 @@ class Update(UpdateStage, Generic[L]):
         form = replace(self.form, owner=self.optimizer_name if len(updates) > 1 else "")
         self.lifecycle.form = in_its_chain(form, self.before)
         self.lifecycle.others = [update.lifecycle for update in updates if update is not self]
-        self._precedes_sharded = any(update.is_sharded for update in updates[updates.index(self) + 1 :])
+        self._has_next = self is not updates[-1]
         if self.releases_gradients:
             assert self.context is not None, "stages are attached before they are checked together"
             releasing = [update for update in updates if update.releases_gradients]

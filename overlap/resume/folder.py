@@ -47,7 +47,7 @@ from overlap.hooks.stage import redistributed
 from overlap.hooks.states import StatesOfRanks, uncopied
 from overlap.join.context import refuse_once_joined
 from overlap.optim import ZeroRedundancyOptimizer
-from overlap.optim.zero.checkpoint import entries_of, in_memory_order, numbered
+from overlap.optim.zero.checkpoint import check_no_masters, entries_of, in_memory_order, numbered
 from overlap.optim.zero.shards import Shard, options_of
 from overlap.optim.zero.state import is_per_element, tensors_in
 from overlap.ranks.board import Agreement, failures_explained
@@ -56,6 +56,8 @@ from overlap.resume.state import VERSION, Optim, RankState, class_of
 from overlap.resume.train_state import state_in
 
 _MANIFEST = "overlap.manifest"
+# What schedulers add to groups, and the names of parameters.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"}
 _SKELETON = "overlap.skeleton."
 _BYTES = "overlap.bytes."
 _ALL = "all"
@@ -508,6 +510,8 @@ class _Found:
                     state["class"] = here
                 if not record["is_own"]:
                     state |= self._optimizer(place, record, list(islice(rest, len(record["parameters"]))), keys_of)
+                    if record["class"] != here and not isinstance(run.optimizers[place], ZeroRedundancyOptimizer):
+                        check_no_masters(run.optimizers[place], state["state"])
                 elif self._is_other and state["class"] == here:
                     state = snapshot(run.redistributed(place, self._of_ranks(f"optimizer.{place}")))
                 elif not self._is_other:
@@ -529,7 +533,7 @@ class _Found:
                 raise self._of_no_known_form()
         here = [(one, group) for one in self._run.optimizers for group in one.param_groups]
         for (optim, own), group in zip(here, groups, strict=False):
-            missing, others = {*optim.defaults} - {*group}, {*group} - {*own} - {"initial_lr", "param_names"}
+            missing, others = {*getattr(optim, "defaults", ())} - {*group}, {*group} - {*own} - _OF_SCHEDULERS
             if missing and others:
                 raise ConfigurationError(
                     f"{self._path} has the state of an optimizer with the options {sorted(others)}, and "

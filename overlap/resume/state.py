@@ -27,7 +27,7 @@ from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, Ze
 from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.inner import AveragingOptimizer
 from overlap.optim.optimizer import OptimizerProxy
-from overlap.optim.zero.checkpoint import check_no_masters, load_as_saved, of_version_0_1_0
+from overlap.optim.zero.checkpoint import load_as_saved, of_version_0_1_0
 from overlap.ranks.values import snapshot
 
 OneOptim = Optimizer | FunctionalOptimizer
@@ -206,7 +206,6 @@ class RankState:
                 if isinstance(optim, ZeroRedundancyOptimizer):
                     optim.sharded_state().check(saved)
                     continue
-                check_no_masters(optim, saved["state"])
                 if isinstance(optim, LocalSGD) and saved["state"].get("local_sgd") is not None:
                     optim.averager.check(saved["state"]["local_sgd"])
         for lifecycle in self._lifecycles:
