@@ -235,18 +235,25 @@ def test_a_step_after_its_registration_was_removed_is_an_error(rank: int, world_
 
 
 @on_ranks(2, group_timeout_s=20)
-def test_a_left_update_before_a_sharded_one_has_its_order_on_a_rank_that_replays(rank: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    parameters = list(ddp.parameters())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(parameters[::2], lr=0.1))
-    zero = ZeroRedundancyOptimizer(parameters[1::2], torch.optim.SGD, lr=0.1, master_dtype=torch.float32)
-    chain(AllReduce(), Step(optimizer, deferred=True), ZeroStep(zero, gather_wire=BFloat16())).register(ddp)
-    with overlap.Join([ddp, optimizer, zero]) as join:
-        for batch in join.iterate(MLP.batches(rank, steps=2 + 2 * rank)):
-            mean_squared_error(ddp, batch).backward()
-            optimizer.step()
-            zero.step()
-    assert_equal_ranks(parameters, what="parameters")
+def test_collectives_of_updates_behind_one_that_is_left_have_one_order_on_a_rank_that_replays(rank: int) -> None:
+    for kind in ("sharded", "sharded, in local passes", "not sharded"):
+        options = MLP.ddp_options() | {"find_unused_parameters": kind == "not sharded"}
+        ddp = wrap(MLP.model(), **options)
+        parameters = list(ddp.parameters())
+        optimizer = OverlappedOptimizer(torch.optim.SGD(parameters[::2], lr=0.1))
+        other: Any = OverlappedOptimizer(torch.optim.SGD(parameters[1::2], lr=0.1))
+        update: Any = Step(other, deferred=True)
+        if kind != "not sharded":
+            other = ZeroRedundancyOptimizer(parameters[1::2], torch.optim.SGD, lr=0.1, master_dtype=torch.float32)
+            update = ZeroStep(other, gather_wire=BFloat16())
+        reducer = PostLocal(PostLocalSGDState(None, None, 1, False)) if "local" in kind else AllReduce()
+        chain(reducer, Step(optimizer, deferred=True), update).register(ddp)
+        with overlap.Join([ddp, optimizer, other]) as join:
+            for batch in join.iterate(MLP.batches(rank, steps=2 + 2 * rank)):
+                mean_squared_error(ddp, batch).backward()
+                optimizer.step()
+                other.step()
+        assert_equal_ranks(parameters if "local" not in kind else parameters[1::2], what=kind)
 
 
 @on_ranks(2)
