@@ -210,6 +210,7 @@ class Folder:
         self._path = folder
         self._reader = FileSystemReader(folder)
         self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.found: dict[str, Any] = self._metadata.state_dict_metadata
         """Its entries, by name."""
 
@@ -230,7 +231,6 @@ class Folder:
         given: dict[str, Any] = {name: boxes}
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(given, self._metadata, is_coordinator=True)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = planner.create_local_plan()
         self._check_sums({item.storage_index: None for item in plan.items})
         self._reader.read_data(plan, planner).wait()

@@ -159,8 +159,9 @@ class Update(UpdateStage, Generic[L]):
         Of the layout's parameters only those are ``used`` that any rank used; all if ``None``."""
 
     def leaving(self, bucket: Bucket, layout: L, used: list[bool] | None) -> Plan:
-        """Leave the update of ``bucket`` to ``step()``, which goes by ``.grad``. Sharded only."""
-        return ()
+        """Leave the update of ``bucket`` to ``step()``, which goes by ``.grad``; here without communication. Another
+        rank may make it in its replay, so collectives of later updates wait here for the same as there."""
+        return (whole_pass, whole_pass) if self.form.is_deferred and self._has_next else ()
 
     @abstractmethod
     def apply(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
@@ -193,12 +194,11 @@ class Update(UpdateStage, Generic[L]):
     # A bucket.
 
     async def __call__(self, bucket: Bucket) -> None:
-        if bucket.is_replay and not (bucket.is_mean or self.is_sharded):
-            if self.form.is_deferred and self._has_next:  # As where it is made.
-                await whole_pass()
-                await whole_pass()
-            return  # Zeros of a rank that has run out of inputs: other ranks' gradients have not been added to them.
         layout = self.layout_of(bucket)
+        if bucket.is_replay and not (bucket.is_mean or self.is_sharded):
+            # Zeros of a rank that has run out of inputs: other ranks' gradients have not been added to them.
+            await follow(self.leaving(bucket, layout, None))
+            return
         await follow(self.reduction(bucket, layout))
         used = None if self.finds_unused is False else await self._used_on_any_rank(bucket, layout.parameters)
         await follow(self.steps(bucket, layout, used))
@@ -218,9 +218,6 @@ class Update(UpdateStage, Generic[L]):
 
         # A rank that replays calls no step(); a sharded update of it is made by a hook of Join, with its collectives.
         if self.leaves_update and (self.is_sharded or not bucket.is_replay):
-            if not self.is_sharded and self.form.is_deferred and self._has_next:
-                # As in the replay of another rank below, or collectives of later updates had another order here.
-                return note, whole_pass, whole_pass
             return note, *self.leaving(bucket, layout, used)
         if used is not None:
             of_pass.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
@@ -243,7 +240,7 @@ class Update(UpdateStage, Generic[L]):
                 if not self.lifecycle.verdict.skips(self.stepped):
                     self.apply_held(held)
                 of_pass.note_applied(held)
-            # Only then may DDP copy gradients out of the other buckets, and ranks gather what was updated.
+            # Only then may DDP copy gradients out of the other buckets, and ranks gather the new parameters.
             return whole_pass()
 
         return (hold, update_held) if self.form.is_deferred else (update,)

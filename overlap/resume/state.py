@@ -239,7 +239,7 @@ class RankState:
             if not isinstance(value, Tensor):
                 continue
             if not isinstance(saved[name], Tensor):
-                raise ConfigurationError(f"the state is another model's: {name} is no tensor in it")
+                raise ConfigurationError(f"the state is another model's: {name} is not a tensor in it")
             if (value.shape, value.dtype) != (saved[name].shape, saved[name].dtype):
                 raise ConfigurationError(
                     f"the state is another model's: {name} is {tuple(saved[name].shape)} {saved[name].dtype} in it, "

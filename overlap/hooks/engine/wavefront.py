@@ -351,7 +351,7 @@ class Completion:
         self._error: BaseException | None = None
 
     def set(self) -> None:
-        """The item is done; on an accelerator, when the current stream has finished what is queued so far."""
+        """The item is done; on an accelerator, when the current stream has finished all work queued so far."""
         if has_streams(self._device):
             self._event = recorded_event(self._device)
         self._is_set.set()

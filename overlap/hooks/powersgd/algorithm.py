@@ -117,13 +117,13 @@ class PowerIteration:
         self.exact = [gradients[place] for place in layout.exact]
         self._workspace = Workspace()
         self._narrow: Tensor | None = None
-        """Of half precision: what is being sent."""
-        # Of each group, what all steps share, as it is used here.
+        """The values that are being sent, in half precision."""
+        # By group: batches and directions that all steps share, as views for this bucket.
         self._rows: dict[_Group, tuple[Tensor, list[Tensor]]] = {}
         self._spares: dict[_Group, Tensor] = {}
 
     def plan(self) -> list[Callable[[], Any]]:
-        """The code between collectives, in its order: functions that return what to await next.
+        """The code between collectives, in its order: functions that return the next awaitable.
 
         That is an operation, so that they are a stage's plan; with a wire a coroutine, so that they are not.
         """
@@ -164,7 +164,7 @@ class PowerIteration:
         self._decompress(own, mean, last=self.sent)  # output = P Q^T
 
     def _begin(self) -> None:
-        """Compute M = gradient + residual; get the factors to start from, and what is sent uncompressed."""
+        """Compute M = gradient + residual; get the factors to start from, and gradients that are sent uncompressed."""
         if not self._workspace.take():
             self._make_workspace()
         if self.error_feedback:
@@ -278,7 +278,7 @@ class PowerIteration:
             copy_all(self.exact, self.parts)
 
     def _scale_of(self, factors: Factors) -> float:
-        """In half precision, what factors are multiplied by where they are sent."""
+        """The factor by which values in half precision are multiplied before they are sent."""
         if self.bucket.buffer.dtype != torch.float16:
             return 1.0
         # It holds no more than 65504. An element is a product with a direction of length 1, so it is larger than all of

@@ -53,7 +53,7 @@ class ModelAverager(classes.ModelAverager):
     """Averages parameters over ``process_group``, the default one where ``None``, at some steps of the training loop.
 
     Raises:
-        ConfigurationError: ``torch.distributed`` is not initialized, or ``process_group`` is no group.
+        ConfigurationError: ``torch.distributed`` is not initialized, or ``process_group`` is not a process group.
 
     >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
     >>> isinstance(averager, ModelAverager)

@@ -280,7 +280,7 @@ def _elements_of(shard: Shard, *, is_whole: bool = False) -> Range:
 def of_version_0_1_0(own: Mapping[str, Any]) -> Own:
     """A state that version 0.1.0 has saved, with flat chunks."""
     manifest, places = own["manifest"], dict[int, Place]()
-    state, numbers = dict(manifest["state"]), itertools.count()
+    state = dict(manifest["state"])
     for match in filter(None, map(_NAME.fullmatch, own)):
         index, value = int(match["index"]), own[match[0]]
         state.setdefault(index, {})[match["key"]] = value
@@ -288,10 +288,10 @@ def of_version_0_1_0(own: Mapping[str, Any]) -> Own:
             places[index] = int(match["start"]), list(value.shape)
         places.setdefault(index, (0, [0]))
     groups = [
-        {**options, "params": list(itertools.islice(numbers, length))}
+        {**options, "params": range(length)}
         for options, length in zip(manifest["options"], manifest["groups"], strict=True)
     ]
-    whole = {**manifest["entries"], "state": state, "param_groups": groups}
+    whole = {**manifest["entries"], "state": state, "param_groups": numbered(groups)}
     return {"places": places, "strides": manifest["strides"], "state": whole}
 
 

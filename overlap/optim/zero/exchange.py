@@ -94,7 +94,7 @@ class BucketShards:
         self.sizes = [shard.chunk_numel for _, shard in self.divided]
         """The lengths of the pieces of a row, padding included. See [Note: chunks]."""
         self.own_sizes: list[int] = []
-        """As :attr:`sizes`, of this rank's row: each piece and what it is shorter than the others' by."""
+        """As :attr:`sizes`, of this rank's row: each piece and the padding behind it."""
         for length, (_, shard) in zip(self.sizes, self.divided, strict=True):
             self.own_sizes += [shard.view.numel(), length - shard.view.numel()]
         self.row_numel = round_up(sum(self.sizes), segment_multiple(first.parameter.device))
