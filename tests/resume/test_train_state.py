@@ -225,6 +225,8 @@ def _one_file(rank: int, folder: Path) -> None:
 
 def _by_dcp(rank: int, folder: Path) -> None:
     """At the same number of ranks without communication; :func:`overlap.load` at any."""
+    # Before rank 0 makes a group of its own: PyTorch names groups after the number of those that a rank is in.
+    background = torch.distributed.new_group(backend="gloo")
     for name in ("saved", "saved in the background"):
         ddp, zero = _zero(rank)
         expected = overlap.state_dict(ddp, zero)
@@ -232,7 +234,6 @@ def _by_dcp(rank: int, folder: Path) -> None:
         if name == "saved":
             dcp.save(run, checkpoint_id=folder / name)
         else:
-            background = torch.distributed.new_group(backend="gloo")
             future: Any = dcp.async_save(run, checkpoint_id=folder / name, process_group=background)
             _train(rank, ddp, zero, range(3, 4))
             future.result()
