@@ -115,7 +115,8 @@ class _Counts(Stage):
         self.count += 1
 
 
-@on_ranks(3, group_timeout_s=8, timeout_s=120)
+# On connections that are closed in the middle of a message Gloo wakes nobody: ranks give up after the 5 s of an abort.
+@on_ranks(3, group_timeout_s=20, timeout_s=120)
 def test_a_rank_that_fails_again_and_again_is_named_on_the_others_every_time_and_the_model_works(rank: int) -> None:
     for where, is_everywhere in (("before", False), ("in 0", False), ("after 1", False), ("in 0", True)):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -134,7 +135,7 @@ def test_a_rank_that_fails_again_and_again_is_named_on_the_others_every_time_and
             else:
                 with pytest.raises(PeerError, match=r"rank 0: ValueError: the dog ate it .*_Fails"):
                     _backward(ddp, step, rank)
-            assert time.monotonic() - start_s < 5, "not only when the group's timeout has passed"
+            assert time.monotonic() - start_s < 10, "not only when the group's timeout has passed"
         assert counts.count == 6, "every stage is notified that backward is over"
 
 
