@@ -387,8 +387,8 @@ class GlooChannel:
         Returns when nothing that was in flight can still write to its tensors. An operation that has received its data
         still adds it up, which takes moments; one that waits for data will receive none. The wait is bounded all the
         same: where a connection closes in the middle of a message, Gloo does not wake the one that receives it before
-        its timeout. It also runs in a finalizer, of a small model that was dropped in the middle of a pass, and waits there,
-        too: if nothing here did, Gloo's destructor would, without a bound and with the interpreter's lock.
+        its timeout. It also runs in a finalizer, of a small model that was dropped in the middle of a pass, and waits
+        there, too: if nothing here did, Gloo's destructor would, without a bound and with the interpreter's lock.
         """
         backend, self._backend = self._backend, None
         in_flight: list[dist.Work | _Messages] = [*self._in_flight, *self._waiter.unfinished()]
