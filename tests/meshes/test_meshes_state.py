@@ -116,7 +116,9 @@ def _loaded_by_others(rank: int, ranks: int, folder: str, expected: dict[str, An
         loaded = _undelivered(registration)
         assert loaded.keys() == expected[name].keys()
         for key, value in loaded.items():
-            torch.testing.assert_close(value, expected[name][key], rtol=1e-6, atol=1e-9)
+            # Errors that cancel leave a small sum, rounded as they are themselves.
+            rounding = 1e-6 * float(expected[name][key].abs().max())
+            torch.testing.assert_close(value, expected[name][key], rtol=0, atol=rounding)
         step_of(model, optimizer, 2)
         assert all(bool(one.isfinite().all()) for one in values(model))
 
