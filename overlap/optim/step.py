@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -133,14 +133,17 @@ class Step(Update[StepLayout]):
             parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
         return parameters, gradients
 
-    def apply(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
-        verdict = self.lifecycle.verdict
-        if verdict.found_inf is None:
-            self.optimizer.stepper.step(parameters, gradients)
-        elif not verdict.skips(self.stepped):
-            with verdict.passed_to(self.stepped):
+    def applying(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
+        def apply() -> None:
+            verdict = self.lifecycle.verdict
+            if verdict.found_inf is None:
                 self.optimizer.stepper.step(parameters, gradients)
-        self.lifecycle.gradients.note_applied(parameters)
+            elif not verdict.skips(self.stepped):
+                with verdict.passed_to(self.stepped):
+                    self.optimizer.stepper.step(parameters, gradients)
+            self.lifecycle.gradients.note_applied(parameters)
+
+        return apply
 
     @torch.no_grad()
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:

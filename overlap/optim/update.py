@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -164,8 +164,9 @@ class Update(UpdateStage, Generic[L]):
         return (whole_pass, whole_pass) if self.form.is_deferred and self._has_next else ()
 
     @abstractmethod
-    def apply(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
-        """Update ``parameters``, one part of a step, and note that their gradients have been applied."""
+    def applying(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
+        """What updates ``parameters``, one part of a step, and notes that their gradients have been applied; kept while
+        the optimizer has these parameters."""
 
     @abstractmethod
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
@@ -222,12 +223,13 @@ class Update(UpdateStage, Generic[L]):
         if used is not None:
             of_pass.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
         parameters, gradients = self.gradients(bucket, layout, used)
+        apply = self.applying(parameters, gradients)
 
         # It runs when the next bucket arrives, or at the end of backward, as all that follows a collective does: not
         # when its own reduction is complete.
         def update() -> None:
             of_pass.reduced.update(layout.owned)
-            self.apply(parameters, gradients)
+            apply()
 
         def hold() -> Operation:
             of_pass.reduced.update(layout.owned)

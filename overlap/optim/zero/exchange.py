@@ -93,15 +93,10 @@ class BucketShards:
         """The places, among the sharded parameters, of those that have one owner, and the owners."""
         self.sizes = [shard.chunk_numel for _, shard in self.divided]
         """The lengths of the pieces of a row, padding included. See [Note: chunks]."""
-        self.own_sizes: list[int] = []
-        """As :attr:`sizes`, of this rank's row: each piece and the padding behind it."""
-        for length, (_, shard) in zip(self.sizes, self.divided, strict=True):
-            self.own_sizes += [shard.view.numel(), length - shard.view.numel()]
         self.row_numel = round_up(sum(self.sizes), segment_multiple(first.parameter.device))
         self.padding = self.row_numel - sum(self.sizes)
         if self.padding:
             self.sizes.append(self.padding)
-            self.own_sizes.append(self.padding)
         self.codec: Codec | None = None
         """Of a rank's row, where parameters are gathered through a wire."""
         self._rows: Rows | None = None
@@ -132,9 +127,9 @@ class BucketShards:
 
     def pack_masters(self, row: Tensor) -> None:
         """Copy the masters of this rank's chunks to its ``row``."""
-        each = zip(self.divided, row.split_with_sizes(self.own_sizes)[::2], strict=False)  # Without the padding.
-        masters = [(own.detach().view(-1), place) for (_, shard), place in each if (own := shard.own) is not None]
-        copy_all([place for _, place in masters], [own for own, _ in masters])
+        each = zip(self.divided, row.split_with_sizes(self.sizes), strict=False)
+        masters = [(own.detach().view(-1), piece) for (_, shard), piece in each if (own := shard.own) is not None]
+        copy_all([piece[: own.numel()] for own, piece in masters], [own for own, _ in masters])
 
     def note_published(self) -> None:
         """Keep this rank's chunks as they are in the parameters, which masters do not round to."""
@@ -185,7 +180,7 @@ class BucketShards:
 
 
 class Rows:
-    """The chunks of ``tensors`` as rows, on streams; see [Note: chunks]. Kept are views of the tensors alone.
+    """The chunks of ``tensors`` as rows, on streams; see [Note: chunks]. Kept are views of the tensors, and padding.
 
     Args:
         shards: some of which are divided.
@@ -194,27 +189,55 @@ class Rows:
 
     def __init__(self, shards: BucketShards, tensors: Sequence[Tensor]) -> None:
         self._rank, self._ranks, self._shape = shards.rank, shards.ranks, (shards.ranks, shards.row_numel)
-        self._sizes, self._own_sizes = shards.sizes, shards.own_sizes
-        self._padding_numel = shards.ranks * shards.padding
+        self._sizes, self._padding_numel = shards.sizes, shards.padding
         self._tensors = [tensors[place] for place, _ in shards.divided]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         like = self._tensors[0]
         is_in_place = len(self._tensors) == 1 and like.numel() == math.prod(self._shape) and can_be_sent(like)
         self.in_place = like.view(self._shape) if is_in_place else None
         """The tensor itself, where it is such rows already."""
-        self._own = [one[slice(*shard.range)] for one, (_, shard) in zip(self._tensors, shards.divided, strict=True)]
-        self._of_own = slice(0, 2 * len(self._own), 2)
-        # Where rows are unpacked to; tensors whose last chunks are short, and padding, by way of a room made each time.
+        # This rank's row without its empty pieces: chunks, and lengths of padding.
+        row: list[tuple[Tensor | None, int]] = []
+        for tensor, length, (_, shard) in zip(self._tensors, shards.sizes, shards.divided, strict=False):
+            own = tensor[slice(*shard.range)]
+            row += [(own, own.numel()), (None, length - own.numel())]
+        self._row = [(own, length) for own, length in [*row, (None, shards.padding)] if length]
+        self._row_sizes = [length for _, length in self._row]
+        self._own = [own for own, _ in self._row if own is not None]
+        self._own_places = [place for place, (own, _) in enumerate(self._row) if own is not None]
+        # Tensors whose last chunks are short are unpacked by way of a room made each time.
         each = list(enumerate(zip(self._tensors, shards.sizes, strict=False)))
         self._short = [(place, one.numel()) for place, (one, length) in each if one.numel() != shards.ranks * length]
-        self._rooms = [*(place for place, _ in self._short), *range(len(each), len(shards.sizes))]
         self._filled = [self._tensors[place].view(-1) for place, _ in self._short]
-        views = [like if place in self._rooms else one.view(shards.ranks, length) for place, (one, length) in each]
-        self._targets = [*views, *[like] * (len(shards.sizes) - len(each))]
+        rooms = {place for place, _ in self._short}
+        self._views = [like if place in rooms else one.view(shards.ranks, length) for place, (one, length) in each]
 
     def is_there(self) -> bool:
         """Whether the tensors have the memory that they had."""
         return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+
+    # Padding is read from one tensor and written to it, made on the stream that first does so, as what has it.
+
+    @cached_property
+    def _padding(self) -> Tensor:
+        of_own = max([length for own, length in self._row if own is None], default=0)
+        return self._tensors[0].new_empty(max(self._ranks * self._padding_numel, of_own))
+
+    @cached_property
+    def _chunked(self) -> list[Tensor]:
+        """The tensors as they are packed."""
+        numel = self._ranks * self._padding_numel
+        return [*self._tensors, self._padding[:numel]] if numel else self._tensors
+
+    @cached_property
+    def _own_row(self) -> list[Tensor]:
+        return [self._padding[:length] if own is None else own for own, length in self._row]
+
+    @cached_property
+    def _targets(self) -> list[Tensor]:
+        """Where rows are unpacked to."""
+        numel = self._ranks * self._padding_numel
+        return [*self._views, self._padding[:numel].view(self._ranks, -1)] if numel else self._views
 
     def new(self) -> Tensor:
         """Room for the rows of all ranks."""
@@ -222,20 +245,23 @@ class Rows:
 
     def pack(self) -> Tensor:
         """The chunks of all ranks, as a copy."""
-        rows, chunks = self.new(), self._tensors
-        if self._padding_numel:
-            chunks = [*chunks, rows.new_empty(self._padding_numel)]
-        torch._chunk_cat(chunks, dim=0, num_chunks=self._ranks, out=rows)
+        rows = self.new()
+        torch._chunk_cat(self._chunked, dim=0, num_chunks=self._ranks, out=rows)
         return rows
 
-    def own_chunks(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's chunks of the tensors, and their places in ``rows``."""
-        return self._own, list(rows[self._rank].split_with_sizes(self._own_sizes)[self._of_own])
+    def pack_own(self, rows: Tensor) -> None:
+        """Copy this rank's chunks to its row."""
+        torch.cat(self._own_row, out=rows[self._rank])
+
+    def unpack_own(self, rows: Tensor) -> None:
+        """Copy this rank's chunks from its row."""
+        pieces = rows[self._rank].split_with_sizes(self._row_sizes)
+        copy_all(self._own, [pieces[place] for place in self._own_places])
 
     def unpack(self, rows: Tensor) -> None:
         """Copy the chunks of all ranks from ``rows``, of the tensors' dtype."""
         targets = list(self._targets)
-        for place in self._rooms:
+        for place, _ in self._short:
             targets[place] = rows.new_empty(self._ranks, self._sizes[place])
         torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=targets)
         copy_all(self._filled, [targets[place].view(-1)[:numel] for place, numel in self._short])
@@ -394,7 +420,7 @@ def _reduce_rows(tensors: Sequence[Tensor], shards: BucketShards, group: dist.Pr
         return reduced(rows)
 
     def unpack() -> None:
-        copy_all(*rows_of.own_chunks(packed.pop()))
+        rows_of.unpack_own(packed.pop())
 
     return (pack, unpack) if rows_of.in_place is None else (partial(reduced, rows_of.in_place),)
 
@@ -409,8 +435,7 @@ def _gather_rows(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
         rows_of = shards.rows()
         if (rows := rows_of.in_place) is None:
             rows = rows_of.new()
-            chunks, places = rows_of.own_chunks(rows)
-            copy_all(places, chunks)
+            rows_of.pack_own(rows)
             packed.append((rows_of, rows))
         return all_gather(rows.view(-1), rows[shards.rank], group=group)
 

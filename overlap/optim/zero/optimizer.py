@@ -60,6 +60,23 @@ from overlap.ranks.board import Agreement, group_all_reduce, group_broadcast, of
 _INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
 
 
+class OwnPart:
+    """What an optimizer steps of some parameters, while it has these shards.
+
+    Args:
+        shards: those of which this rank has a part, each with its flat gradient.
+    """
+
+    def __init__(self, shards: Sequence[tuple[Shard, Tensor]]) -> None:
+        owned = [(shard, own) for shard, _ in shards if (own := shard.own) is not None]
+        self.chunks = [own for _, own in owned]
+        self.gradients = [shard.shaped(gradient) if shard.is_whole else gradient for shard, gradient in shards]
+        self.widens = [one.dtype for one in self.chunks] != [one.dtype for one in self.gradients]
+        """Whether masters are of another dtype than gradients."""
+        self.masters = [shard for shard, _ in owned if shard.has_master]
+        self.divided = [(shard, own) for shard, own in owned if not shard.is_whole]
+
+
 class ShardedUpdate(Update[L]):
     """A :class:`~overlap.optim.zero.ZeroStep`, as far as its optimizer knows it."""
 
@@ -396,41 +413,32 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ):
                 shard.refresh()
 
-    def update(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], verdict: FoundInf, **arguments: Any
-    ) -> None:
-        """Step this rank's part of each parameter with its flat gradient, and write the parameters; where ``verdict``
-        is left to the device, it changes nothing there. Called under ``no_grad``.
+    def part(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> OwnPart:
+        """This rank's part of ``parameters``, with its flat gradients."""
+        shards = [self.shards[id(parameter)] for parameter in parameters]
+        return OwnPart([each for each in zip(shards, gradients, strict=True) if each[0].own is not None])
+
+    def update(self, part: OwnPart, verdict: FoundInf, **arguments: Any) -> None:
+        """Step ``part``, and write the parameters; where ``verdict`` is left to the device, it changes nothing there.
+        Called under ``no_grad``.
 
         Raises:
             UnsupportedError: by element, new state belongs neither to elements nor to the parameter.
         """
         self.consolidated.clear()
-        shards = list(map(self.shards.__getitem__, map(id, parameters)))
-        chunks: list[Tensor] = []
-        parts: list[Tensor] = []
-        masters: list[Shard] = []
-        widens = False
-        for shard, gradient in zip(shards, gradients, strict=True):
-            if (own := shard.own) is not None:
-                chunks.append(own)
-                parts.append(shard.shaped(gradient) if shard.is_whole else gradient)
-                widens = widens or gradient.dtype != own.dtype
-                if shard.has_master:
-                    masters.append(shard)
-        if widens:
-            narrow, parts = parts, list(map(torch.empty_like, chunks))
-            copy_all(parts, narrow)
+        gradients = part.gradients
+        if part.widens:
+            gradients = list(map(torch.empty_like, part.chunks))
+            copy_all(gradients, part.gradients)
         with nullcontext() if verdict.found_inf is None else verdict.passed_to(self.optim):
-            self._stepper.step(chunks, parts, **arguments)
+            self._stepper.step(part.chunks, gradients, **arguments)
         state, sizes = self.optim.state, self._checked_state
-        for shard in shards if self.partition == "element" else ():
-            own = shard.own
-            if own is not None and not shard.is_whole and len(state.get(own, ())) != sizes.get(id(shard)):
+        for shard, own in part.divided if self.partition == "element" else ():
+            if len(state.get(own, ())) != sizes.get(id(shard)):
                 check_divisible(self.optim, shard, state.get(own, {}), own.shape)
                 sizes[id(shard)] = len(state.get(own, ()))
-        if masters and (self._stage is None or self._stage.gather_wire is None):
-            copy_from_masters(masters)
+        if part.masters and (self._stage is None or self._stage.gather_wire is None):
+            copy_from_masters(part.masters)
 
     def finish(self, **arguments: Any) -> None:
         """End a step: the groups, as its parts have left them, are then the same on all ranks."""
@@ -492,7 +500,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 gradients = [self.shards[id(parameter)].gradient() for parameter in pending]
             with torch.no_grad():
                 scaler.unscale_(gradients)
-                self.update(pending, gradients, FoundInf.of_any([verdict, scaler]), **arguments)
+                self.update(self.part(pending, gradients), FoundInf.of_any([verdict, scaler]), **arguments)
             self.finish(**arguments)
         if stage is None:
             self._gather(pending)

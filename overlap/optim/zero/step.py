@@ -300,13 +300,18 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             return kept
         return (*kept, look, vote) if bucket.is_last else (*kept, look)
 
-    def apply(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
-        verdict = self.lifecycle.verdict
-        if verdict.found_inf is None or not verdict.skips(self.stepped):
-            self.optimizer.update(parameters, gradients, verdict)
+    def applying(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
+        part = self.optimizer.part(parameters, gradients)
+
+        def apply() -> None:
+            verdict = self.lifecycle.verdict
+            if verdict.found_inf is None or not verdict.skips(self.stepped):
+                self.optimizer.update(part, verdict)
+
+        return apply
 
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
-        self.optimizer.update(list(held), list(held.values()), self.lifecycle.verdict)
+        self.optimizer.update(self.optimizer.part(list(held), list(held.values())), self.lifecycle.verdict)
         self.optimizer.finish()
 
     def before_forward(self) -> None:
