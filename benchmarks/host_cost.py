@@ -45,6 +45,7 @@ from overlap import (
     DivideByCount,
     Int4,
     Int8,
+    Log,
     OverlappedOptimizer,
     PowerSGD,
     Quantize,
@@ -52,6 +53,7 @@ from overlap import (
     Stage,
     Step,
     chain,
+    route,
 )  # fmt: skip
 from overlap._torch.c10d import GroupChannel
 from overlap._torch.device import DeviceStreams, streams_replaced
@@ -271,6 +273,8 @@ METHODS: dict[str, tuple[int, Recipe]] = {
     "AllReduce": (8, reduced(AllReduce)),
     "DivideByCount, AllReduce": (8, _counted),
     "Cast(bfloat16)": (8, reduced(lambda: Cast(torch.bfloat16, AllReduce()))),
+    "AllReduce, Log": (8, reduced(lambda: chain(AllReduce(), Log(lambda step, norms: None)))),
+    "route, AllReduce": (8, reduced(lambda: route({"*.bias": AllReduce(), "*": AllReduce()}))),
     "AllReduce, Step": (8, stepped()),
     "AllReduce, Step, deferred": (8, stepped(deferred=True)),
     "AllReduce, Step, released": (8, stepped(release_gradients=True)),

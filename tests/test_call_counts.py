@@ -30,6 +30,8 @@ MOST_ON_STREAMS = {
     "AllReduce": (13, 11, 2),
     "DivideByCount, AllReduce": (15, 17, 2),
     "Cast(bfloat16)": (17, 16, 2),
+    "AllReduce, Log": (30, 20, 8),
+    "route, AllReduce": (36, 36, 2),
     "AllReduce, Step": (20, 39, 2),
     "AllReduce, Step, deferred": (14, 55, 2),
     "AllReduce, ClipGradNorm, Step": (32, 48, 2),

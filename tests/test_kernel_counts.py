@@ -14,6 +14,8 @@ MOST_A_BUCKET = {
     "AllReduce": 2,
     "DivideByCount, AllReduce": 2,  # It divides in place of the reducer.
     "Cast(bfloat16)": 4,
+    "AllReduce, Log": 3,
+    "route, AllReduce": 8,  # Of each half: packed, divided, reduced, copied back.
     "AllReduce, Step": 4,
     "AllReduce, Step, deferred": 2,
     "AllReduce, Step, released": 4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -112,11 +112,6 @@ class Bucket:
         changed.__dict__.update(self.__dict__, **changes)  # The views that were made, too.
         return changed
 
-    def renew(self, step: int) -> None:
-        """Called by the engine, which keeps a bucket with its plans: DDP's buffer has the gradients of another pass.
-        Nothing else of a bucket changes."""
-        self.__dict__["step"] = step
-
     def describe(self) -> str:
         """The bucket in error messages: index, step and the names (or the number) of its parameters."""
         what = _shortened(self.fqns) if self.fqns else f"{len(self.parameters)} parameters"
@@ -124,6 +119,13 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({self.describe()}, {self.buffer.numel()} x {self.buffer.dtype})"
+
+
+def renew(buckets: Iterable[Bucket], step: int) -> None:
+    """Called by the engine, which keeps buckets with their plans: DDP's buffer has the gradients of another pass.
+    Nothing else of a bucket changes."""
+    for bucket in buckets:
+        bucket.__dict__["step"] = step
 
 
 def on_group(bucket: Bucket, group: dist.ProcessGroup) -> Bucket:

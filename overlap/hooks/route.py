@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from overlap._torch.device import resize_storage
 from overlap._torch.foreach import copy_all, largest
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, as_stage, shown
-from overlap.hooks.bucket import Bucket
+from overlap.hooks.bucket import Bucket, renew
 from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.segments import can_be_sent
-from overlap.hooks.stage import Role, Stage, StageContext, walk
+from overlap.hooks.stage import Code, InnerCode, Plan, Role, Stage, StageContext, planner, walk
 
 Rule = str | Callable[[str, Tensor], bool]
 """A pattern of names, or a function of a parameter's name and the parameter."""
@@ -73,24 +75,34 @@ class Route(Stage):
         return replace(context, names=names)
 
     async def __call__(self, bucket: Bucket) -> None:
-        members: dict[Stage, list[int]] = {}
+        for reducer, part in self._parts_of(bucket):
+            part.begin()
+            try:
+                await reducer(part.bucket)
+            except Exception as error:
+                error.add_note(_where(reducer, part.bucket))
+                raise
+            part.end()
+
+    def plan(self, bucket: Bucket) -> Plan | None:
+        whole: list[Code] = []
+        for reducer, part in self._parts_of(bucket):
+            if (plan := planner(reducer)(part.bucket)) is None:
+                return None
+            where = partial(_where, reducer, part.bucket)
+            whole += part.planned([InnerCode(code, where) for code in plan])
+        return whole
+
+    def _parts_of(self, bucket: Bucket) -> Iterator[tuple[Stage, _Part]]:
+        """Each reducer of the bucket's parameters, in the order of the rules, with its part."""
+        positions: dict[Stage, list[int]] = {reducer: [] for reducer in self.children}
         for position, name in enumerate(bucket.names):
             if name not in self._reducer_of:
                 raise ConfigurationError(f"{self!r} does not know the parameter {name}, which is new in the model")
-            members.setdefault(self._reducer_of[name], []).append(position)
-        for reducer in self.children:
-            if reducer not in members:
-                continue
-            part, runs = (bucket, ()) if len(members) == 1 else _part_of(bucket, members[reducer])
-            try:
-                await reducer(part)
-            except Exception as error:
-                error.add_note(f"raised in stage {reducer!r}, {part.describe()}")
-                raise
-            if self._note_largest is not None and not _has_feedback(reducer):  # Those with feedback do it themselves.
-                self._note_largest(largest(part.buffer))
-            if runs:
-                copy_all(runs, part.buffer.split([run.numel() for run in runs]))
+            positions[self._reducer_of[name]].append(position)
+        for reducer, found in positions.items():
+            if found:  # Those with feedback note the largest themselves.
+                yield reducer, _Part(bucket, found, None if _has_feedback(reducer) else self._note_largest)
 
     @property
     def signature(self) -> str:
@@ -184,28 +196,69 @@ def _shown_rule(rule: Rule) -> str:
     return name
 
 
-def _part_of(whole: Bucket, positions: Sequence[int]) -> tuple[Bucket, Sequence[Tensor]]:
-    """A bucket of the parameters of ``whole`` at ``positions``, in ascending order, and the runs to copy it back to.
+def _where(reducer: Stage, part: Bucket) -> str:
+    return f"raised in stage {reducer!r}, {part.describe()}"
 
-    There are none where it is a view: of gradients in one run that can be sent from its start ([Note: segments]).
+
+class _Part:
+    """The parameters of a bucket at ``positions``, in ascending order, as a bucket of their own.
+
+    Its buffer is a view of gradients in one run that can be sent from its start ([Note: segments]); others are copied
+    there and back. Where a plan keeps it, they have memory between :meth:`begin` and :meth:`give_back` alone.
     """
-    spans: list[tuple[int, int]] = []
-    views, numel = [], 0
-    for size, stride, offset in (whole.layout[position] for position in positions):
-        views.append((size, stride, numel))
-        numel += size.numel()
-        if spans and spans[-1][1] == offset:
-            spans[-1] = (spans[-1][0], offset + size.numel())
-        elif size.numel():
-            spans.append((offset, offset + size.numel()))
-    runs = [whole.buffer[start:end] for start, end in spans]
-    is_copied = len(runs) > 1 or not all(map(can_be_sent, runs))
-    part = replace(
-        whole,
-        buffer=torch.cat(runs) if is_copied else runs[0] if runs else whole.buffer[:0],
-        parameters=tuple(whole.parameters[position] for position in positions),
-        fqns=tuple(whole.names[position] for position in positions),
-        raw=None,
-        views=tuple(views),
-    )
-    return part, runs if is_copied else ()
+
+    def __init__(self, whole: Bucket, positions: Sequence[int], note_largest: Callable[[Tensor], None] | None) -> None:
+        self._whole = self.bucket = whole
+        self._note_largest = note_largest
+        # Where packed gradients come from, and where they are in the buffer.
+        self._runs: list[Tensor] = []
+        self._packed: Sequence[Tensor] = ()
+        if len(positions) == len(whole.parameters):
+            return
+        spans: list[tuple[int, int]] = []
+        views, numel = [], 0
+        for size, stride, offset in (whole.layout[position] for position in positions):
+            views.append((size, stride, numel))
+            numel += size.numel()
+            if spans and spans[-1][1] == offset:
+                spans[-1] = (spans[-1][0], offset + size.numel())
+            elif size.numel():
+                spans.append((offset, offset + size.numel()))
+        runs = [whole.buffer[start:end] for start, end in spans]
+        buffer = runs[0] if runs else whole.buffer[:0]
+        if len(runs) > 1 or not all(map(can_be_sent, runs)):
+            self._runs, buffer = runs, buffer.new_empty(numel)
+            self._packed = buffer.split([run.numel() for run in runs])
+        self.bucket = replace(
+            whole,
+            buffer=buffer,
+            parameters=tuple(whole.parameters[position] for position in positions),
+            fqns=tuple(whole.names[position] for position in positions),
+            raw=None,
+            views=tuple(views),
+        )
+
+    def planned(self, plan: Plan) -> Plan:
+        """``plan``, made of the reducer for this part, with what goes before it and comes after it."""
+        begin = () if self.bucket is self._whole else (self.begin,)
+        end = (self.end,) if self._runs or self._note_largest is not None else ()
+        if not self._runs:
+            return *begin, *plan, *end
+        self.give_back()
+        return *begin, *plan, *end, self.give_back
+
+    def begin(self) -> None:
+        renew([self.bucket], self._whole.step)
+        if self._runs:
+            buffer = self.bucket.buffer
+            if (storage := buffer.untyped_storage()).nbytes() == 0:
+                resize_storage(storage, buffer.nbytes)
+            torch.cat(self._runs, out=buffer)
+
+    def end(self) -> None:
+        if self._note_largest is not None:
+            self._note_largest(largest(self.bucket.buffer))
+        copy_all(self._runs, self._packed)
+
+    def give_back(self) -> None:
+        resize_storage(self.bucket.buffer.untyped_storage(), 0)

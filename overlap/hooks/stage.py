@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -99,8 +99,21 @@ class StageContext:
     :meth:`Stage.attach`."""
 
 
-Plan = Sequence[Callable[[], Operation | None]]
+Code = Callable[[], Operation | None]
+Plan = Sequence[Code]
 """What :meth:`Stage.plan` returns."""
+
+
+class InnerCode(partial[Operation | None]):
+    """A function of a plan that a stage has from one within it, which errors are to name, too."""
+
+    where: Callable[[], str]
+    """Returns the note of errors."""
+
+    def __new__(cls, code: Code, where: Callable[[], str]) -> Self:
+        made = super().__new__(cls, code)
+        made.where = where
+        return made
 
 
 class NotAHookError(RegistrationError, AttributeError):
@@ -146,8 +159,7 @@ class Stage:
         and where one returns an operation, made once or anew, the next is called when its result is there. They are
         kept with what they use: the bucket's buffer and views, options, and memory that a pass needs from one function
         to the next, which they allocate. Made again when DDP's buffer, the divisor or the strides of the parameters
-        are others, or a stage has called ``context.replan()``. The bucket's ``step`` is that of the pass in which the
-        plan is made, unless this stage is the first.
+        are others, or a stage has called ``context.replan()``. The bucket's ``step`` is that of the pass under way.
 
         Called on the training thread, while the stages' own thread, where there is one, runs earlier buckets: it
         computes nothing, and changes nothing that they use. A plan runs in passes of a registered chain after the

@@ -21,7 +21,7 @@ from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import OutsideOfBuckets, forget_unfinished_backward, has_all_buckets, is_to_rebuild, tensors_in
 from overlap._torch.device import has_streams, hold, is_capturing
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
-from overlap.hooks.bucket import Bucket
+from overlap.hooks.bucket import Bucket, renew
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, model_executor
 from overlap.hooks.engine.wavefront import (
@@ -94,6 +94,8 @@ class _KeptBucket(NamedTuple):
     divisor and strides are the same. See [Note: plans]."""
 
     bucket: Bucket
+    renewed: Sequence[Bucket]
+    """The buckets that plans were made with: this one, and those that stages pass on."""
     strides: list[tuple[int, ...]]
     task: Task
     has_coroutines: bool
@@ -346,7 +348,7 @@ class Runtime:
         # DDP makes another buffer together with its list of parameters; while it is kept no other has its identity.
         if kept is not None and raw.buffer() is kept.bucket.buffer:
             bucket = kept.bucket
-            bucket.renew(current.step)
+            renew(kept.renewed, current.step)
             if kept.has_coroutines:  # They may keep what they are given, and a plan does not look at it again.
                 bucket = kept.task.subject = kept.task.given = bucket.with_changes(raw=raw)
         else:
@@ -414,11 +416,12 @@ class Runtime:
     def _keep(self, bucket: Bucket, strides: list[tuple[int, ...]], current: BackwardPass) -> _KeptBucket:
         """Make the plans of ``bucket``. See [Note: plans]."""
         pieces: list[Piece] = []
-        given, coroutines = bucket, 0
+        given, renewed, coroutines = bucket, [bucket], 0
         for whole, plan in zip(self._pieces, self._planners, strict=True):
             if planned := plan(given):
                 pieces += [Piece(whole.label, code, is_planned=True) for code in planned]
                 pieces[-1] = pieces[-1]._replace(output_bucket=whole.output_bucket)
+                renewed.append(given)
             else:
                 pieces.append(whole)
                 coroutines = len(pieces)
@@ -429,7 +432,7 @@ class Runtime:
         future = BucketFuture()
         future.set_result(bucket.buffer)
         task = Task(pieces, current.executor, bucket, bucket)
-        return _KeptBucket(bucket, strides, task, coroutines > 0, future)
+        return _KeptBucket(bucket, tuple(dict.fromkeys(renewed)), strides, task, coroutines > 0, future)
 
     def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
         """Refuses parameters that had other strides when DDP laid out its buckets, or that are not in the model."""

@@ -39,6 +39,7 @@ from overlap._torch.device import current_stream, has_streams, recorded_event
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.executors import BucketFuture, Executor
+from overlap.hooks.stage import InnerCode
 
 BETWEEN_PASSES = "background"
 """The label of work between passes, where a bucket has that of a stage."""
@@ -136,7 +137,7 @@ class Task:
                     result = operation.finish(executor.wait)
             except Exception as error:
                 if self._launched is not None and self._launched.is_planned:
-                    self._note(error, f"raised in stage {self._launched.label}")
+                    self._note_stage(error, self._launched)
                     raise
                 raised = error  # The stage's own code may handle it.
             else:
@@ -153,7 +154,7 @@ class Task:
                 with labels[label, subject.index]:
                     awaited = code() if is_planned else self._resume(code, result, raised)
             except Exception as error:
-                self._note(error, f"raised in stage {label}")
+                self._note_stage(error, piece)
                 raise
             finally:
                 raised = None  # It has this frame, which would keep it.
@@ -187,6 +188,11 @@ class Task:
         except StopIteration:
             self._coroutine = None
             return None
+
+    def _note_stage(self, error: Exception, piece: Piece) -> None:
+        if isinstance(piece.code, InnerCode):
+            error.add_note(piece.code.where())
+        self._note(error, f"raised in stage {piece.label}")
 
     def _note(self, error: Exception, where: str) -> None:
         error.add_note(f"{where}, {self.subject.describe()}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from overlap._torch.device import hold
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import all_reduce
-from overlap.hooks.stage import Role, StageContext
+from overlap.hooks.collectives import Operation, all_reduce
+from overlap.hooks.stage import Plan, Role, StageContext
 from overlap.hooks.transforms.transform import Transform
 
 
@@ -62,13 +62,22 @@ class Log(Transform):
             )
         super().attach(context)
 
-    async def __call__(self, bucket: Bucket) -> None:
+    def plan(self, bucket: Bucket) -> Plan:
         if self.place is Role.UPDATE or bucket.owned is None:
-            each = norms([tensor.detach() for tensor in self.inputs(bucket)], 2)
-        else:  # Of the parts, and from them of the whole gradients.
-            squares = torch.stack(norms(self.rank_unique_inputs(bucket), 2)).double().square_()
-            await all_reduce(squares, group=bucket.group)
-            each = list(squares.sqrt_().float().unbind())
+            seen = self.inputs(bucket)
+            return (lambda: self._note(bucket, norms([tensor.detach() for tensor in seen], 2)),)
+        parts, squares = self.rank_unique_inputs(bucket), []
+
+        def launch() -> Operation:  # Of the parts, and from them of the whole gradients.
+            squares.append(torch.stack(norms(parts, 2)).double().square_())
+            return all_reduce(squares[0], group=bucket.group)
+
+        def finish() -> None:
+            self._note(bucket, squares.pop().sqrt_().float().unbind())
+
+        return launch, finish
+
+    def _note(self, bucket: Bucket, each: Iterable[Tensor]) -> None:
         if not bucket.is_replay:
             self._step = bucket.step
             self._norms.update(zip(bucket.names, each, strict=True))

@@ -244,10 +244,6 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         """Whether parameters are not gathered in the backward under way."""
         return self.leaves_update or self._gathers_in_forward
 
-    def plan(self, bucket: Bucket) -> Plan | None:
-        # A gather has the step of its bucket, which is renewed in each pass where no stage has made another of it.
-        return None if self._gathers_later and self.before else super().plan(bucket)
-
     def steps(self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None) -> Plan:
         steps = super().steps(bucket, layout, used)
         if (shards := layout.shards) is None or self.leaves_update:

@@ -75,6 +75,7 @@ def _sharded() -> None:
         for model in (ddp, by):
             mean_squared_error(model, MLP.batch(step, rank)).backward()
         zero.step()
+        assert reports[step][0] == step
         for name, norm in _by_hand(by, "grad").items():
             torch.testing.assert_close(reports[step][1][name], norm, rtol=1e-5, atol=0)
 
