@@ -24,6 +24,7 @@ class Use(NamedTuple):
     """Separated by spaces."""
     purpose: str
     instead: str
+    """For whoever mends the package; no code reads it."""
 
 
 _BACKWARD = "_current_graph_task_id _current_autograd_node"
@@ -48,6 +49,7 @@ USES = (
     Use("torch._C", _CONTEXT, "works that hold nothing of Python's", "see [Note: works without Python objects]"),
     Use("torch._C", "_storage_Use_Count", "memory that only DDP uses", "refuse release_gradients"),
     Use("torch._C", "_disabled_torch_function_impl", "read-only gradients", "follow DTensor"),
+    Use("torch._C", "TensorBase", "gradients of many parameters, set at once", "a loop over the parameters"),
     Use("torch._C", "Future", "futures made in C++", "ask for .wait and .then"),
     Use("torch._C._profiler", "_RecordFunctionFast", "labels of stages", "torch.profiler.record_function"),
     Use("torch._C._profiler", "_ExperimentalConfig", "profiles of all threads", "its public successor"),

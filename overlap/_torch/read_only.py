@@ -36,6 +36,9 @@ from overlap._torch.autograd import in_backward
 from overlap._torch.optimizer import stepping
 from overlap.errors import TrainingLoopError
 
+# As a function, which map takes.
+set_grad: Any = vars(torch._C.TensorBase)["grad"].__set__
+
 _ZERO = ("zero_", "_foreach_zero_")
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 

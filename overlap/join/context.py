@@ -220,7 +220,7 @@ class Join(base.Join):
         self._is_iterated, has_begun = True, False
         for batch in loader:
             self._begin(has_inputs=True)
-            if self._stops and not all(self._settle()):
+            if self._stops and not all(self._await_poll()):
                 break
             has_begun = True
             yield batch
@@ -228,10 +228,10 @@ class Join(base.Join):
             if self._stops:
                 self._begin(has_inputs=False)
         self._is_exhausted = True
-        if self._stops and not has_begun and any(self._settle()):
+        if self._stops and not has_begun and any(self._await_poll()):
             warnings.warn(
-                f'ranks {_without(self._settle())} have no batches, so on_exhausted="stop" ends the loop of every rank '
-                "before its first: give each rank some",
+                f'ranks {_without(self._await_poll())} have no batches, so on_exhausted="stop" ends the loop of every '
+                "rank before its first: give each rank some",
                 UserWarning,
                 stacklevel=2,
             )
@@ -267,7 +267,7 @@ class Join(base.Join):
         joined_at = self._iterations
         if self._stops:
             self._send(Call.LEAVE)
-            self._settle()
+            self._await_poll()
         else:
             if self._is_iterated and not self._is_exhausted:
                 raise TrainingLoopError(
@@ -302,7 +302,7 @@ class Join(base.Join):
 
     # Who has inputs in this iteration.
 
-    def _settle(self) -> list[bool]:
+    def _await_poll(self) -> list[bool]:
         """Which ranks have inputs. Sends a poll of this iteration that is due, and waits for one that is under way.
 
         Raises:
@@ -320,13 +320,13 @@ class Join(base.Join):
     @property
     def missing(self) -> list[int]:
         """The ranks that have run out of inputs, and repeat the others' iterations."""
-        return _without(self._settle()) if self.shadows else []
+        return _without(self._await_poll()) if self.shadows else []
 
     def divisor_among(self, ranks: Sequence[int]) -> int:
         """The number by which sums of gradients over ``ranks`` are divided."""
         if not (self.divides_by_count and self.shadows):
             return len(ranks)
-        active = self._settle()
+        active = self._await_poll()
         return max(1, sum(active[rank] for rank in ranks))  # Where none has inputs, the sum is of zeros.
 
     @property
@@ -337,7 +337,7 @@ class Join(base.Join):
     @property
     def buffer_source(self) -> int:
         """The rank whose buffers the others take over: the highest of those that have inputs, or had them last."""
-        self._settle()
+        self._await_poll()
         return self._source
 
     def _raise_on_all(self) -> NoReturn:
@@ -359,11 +359,11 @@ class Join(base.Join):
     def _begin(self, *, has_inputs: bool) -> None:
         """Begin an iteration; unless ranks end together, the first forward says so, and whether it synchronizes, and
         the result is waited for only where it is needed."""
-        self._settle()
+        self._await_poll()
         self._iterations += 1
         self._has_inputs, self._is_beginning, self._told = has_inputs, True, {}
         if not self.shadows:
-            self._settle()
+            self._await_poll()
 
     def on_call(
         self, adapter: Adapter, call: Call, detail: Sequence[float] = (), *, has_collectives: bool = True
@@ -385,10 +385,10 @@ class Join(base.Join):
             if self._is_beginning or about is not None:
                 self._send(Call.BEGIN if self._is_beginning else Call.READY, about)
         elif call is Call.BACKWARD:
-            self._settle()
+            self._await_poll()
             while not self._told.get(adapter):
                 self._send(Call.READY, adapter)
-                self._settle()
+                self._await_poll()
             del self._told[adapter]
         is_announced = self.shadows and has_collectives and bool(self.missing)
         self._steps += call is Call.STEP
@@ -415,7 +415,7 @@ class Join(base.Join):
     def _replay(self) -> None:
         self._has_joined = True
         self._begin(has_inputs=False)
-        while any(self._settle()):
+        while any(self._await_poll()):
             call, (index, *detail) = self._take(self._poll(None))
             if call in _READ_BY_ALL:
                 self._iterations += call is Call.BEGIN
@@ -437,7 +437,7 @@ class Join(base.Join):
         """Poll, after the poll under way; :attr:`active` takes the result. ``about`` is the model that is about to
         synchronize gradients."""
         if call is not Call.BEGIN:
-            self._settle()
+            self._await_poll()
         if about is not None:
             self._told[about] = False
         self._is_beginning = False

@@ -28,14 +28,13 @@ from torch import Tensor
 
 from overlap._checks import PLAIN_TYPES
 from overlap._torch.autograd import versions
-from overlap._torch.read_only import GradAccessPolicy, GuardedGradient, around
+from overlap._torch.read_only import GradAccessPolicy, GuardedGradient, around, set_grad
 
 _grad_of = operator.attrgetter("grad")
 _is_view = operator.methodcaller("_is_view")
 _plain_of = operator.attrgetter("plain")
 # A loop over hundreds of parameters takes twice as long.
 _run_all: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
-_set_grad: Any = vars(torch._C.TensorBase)["grad"].__set__
 _NOT_LEFT = frozenset({type(None), GuardedGradient})
 _PLAIN = frozenset(PLAIN_TYPES)
 
@@ -125,7 +124,7 @@ class PassGradients:
             is_kept = not (self._is_first_pass or type(None) in map(type, handed.gradients))
             self._kept = handed if is_kept and all(map(_is_view, handed.gradients)) else None
             self._is_first_pass = False
-        _run_all(map(_set_grad, handed.parameters, handed.wrappers))
+        _run_all(map(set_grad, handed.parameters, handed.wrappers))
         self._handed = handed
 
     def _wrapped(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> _HandedOver:
@@ -220,7 +219,7 @@ class PassGradients:
                     self._handed.wrappers.append(wrapper)
         taken = list(compress(handed.parameters, is_there))
         gradients = list(map(_plain_of, compress(handed.wrappers, is_there)))
-        _run_all(map(_set_grad, taken, gradients))
+        _run_all(map(set_grad, taken, gradients))
         return taken, gradients
 
     def _note_grads_after_step(self, parameters: list[Tensor], gradients: list[Any]) -> None:
@@ -255,7 +254,7 @@ class PassGradients:
         """Clear the gradients that were applied and are as they were left; all of them after a replay, since ``Join``
         has put them there, and not the loop. A gradient that the loop has put there or zeroed stays."""
         cleared = self._take()[0] + (list(self.applied.values()) if is_replay else self.as_after_step())
-        _run_all(map(_set_grad, cleared, repeat(None)))
+        _run_all(map(set_grad, cleared, repeat(None)))
         self._cleared += cleared
         self._grads_after_step = []
         for key in self.applied:

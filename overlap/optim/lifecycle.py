@@ -7,7 +7,7 @@ whether gradients are there, are the mean over ranks, have been applied: that is
 :data:`TRANSITIONS` lists the phase that follows each event, and the events that are refused. A comment in the table
 marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses those. ``Step``, ``ZeroStep`` and
 local SGD use it alike. ``docs/reports/phases.md`` shows the table as a picture; ``gradients.py`` says what happens to
-``.grad``.
+``.grad``, and ``Update.steps`` in ``update.py`` leaves, holds or makes the update of a bucket.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Form:
         return f"{self.call} of {self.owner}" if self.owner else self.call
 
     @cached_property
-    def outcome(self) -> Phase:
+    def leads_to(self) -> Phase:
         """The phase after backward: ``REDUCED`` if ``step()`` updates, ``APPLIED`` if backward did and the loop calls
         ``step()``, ``STEPPED`` if backward did and it does not."""
         if self.is_automatic:
@@ -300,7 +300,7 @@ class UpdateLifecycle(GradAccessPolicy):
     ) -> None:
         self.form = form
         self.phase = Phase.IDLE
-        self.outcome = form.outcome
+        self.outcome = form.leads_to
         """The phase after the last backward, or the one under way: the form's own, unless its update was skipped."""
         self.context: StageContext | None = None
         """Of the model, while the update is registered."""
@@ -365,7 +365,7 @@ class UpdateLifecycle(GradAccessPolicy):
         if is_replay:
             self._clear_before_pass()
             if self.phase is Phase.REDUCED and self.is_replay:
-                self._settle(is_made=False)
+                self._commit_or_discard(is_made=False)
                 self.phase = Phase.IDLE  # The others have discarded that backward.
             self.phase = self.check(Event.REPLAY)
         elif self.phase is Phase.REDUCED and (self.gradients.has_parts or not self.form.adds_up):
@@ -376,7 +376,7 @@ class UpdateLifecycle(GradAccessPolicy):
             self._raise(_ADDED_TO_APPLIED)
         else:
             self.phase = self.check(Event.BACKWARD)
-        self.outcome = outcome or self.form.outcome
+        self.outcome = outcome or self.form.leads_to
         self.is_replay = is_replay
         self._used = self._moved = None
         self.verdict = _NO_VERDICT
@@ -393,7 +393,7 @@ class UpdateLifecycle(GradAccessPolicy):
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
         if self.phase is not Phase.REDUCED:
-            self._settle(is_made=True, found_inf=self.verdict.found_inf)
+            self._commit_or_discard(is_made=True, found_inf=self.verdict.found_inf)
         self._ended = backward_id()
         if self.is_replay:
             return
@@ -425,7 +425,7 @@ class UpdateLifecycle(GradAccessPolicy):
         """``step()`` has made its update, of ``updated`` among others, unless by ``verdict``; :meth:`check_step` came
         first."""
         if self.phase is Phase.REDUCED:
-            self._settle(is_made=True, found_inf=verdict.found_inf)
+            self._commit_or_discard(is_made=True, found_inf=verdict.found_inf)
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
             reduced = self.gradients.reduced
             self.gradients.note_applied([p for p in updated if id(p) in reduced] if updated else ())
@@ -444,7 +444,7 @@ class UpdateLifecycle(GradAccessPolicy):
         self.verdict = _NO_VERDICT
         # Where gradients stay as zeros, stages do not see that accumulated ones are gone.
         if self.phase is Phase.REDUCED or (self.phase is Phase.IDLE and not set_to_none):
-            self._settle(is_made=False)
+            self._commit_or_discard(is_made=False)
         is_before_backward = self.phase in (Phase.IDLE, Phase.STEPPED)
         self.gradients.note_zero_grad(set_to_none=set_to_none, restores=is_before_backward)
         self.phase = self.check(Event.ZERO_GRAD)
@@ -457,7 +457,7 @@ class UpdateLifecycle(GradAccessPolicy):
 
     def on_update_failure(self) -> None:
         if self.phase is Phase.REDUCED:
-            self._settle(is_made=False)
+            self._commit_or_discard(is_made=False)
         self.phase = self.check(Event.UPDATE_FAILURE)
 
     def on_remove(self) -> None:
@@ -469,7 +469,7 @@ class UpdateLifecycle(GradAccessPolicy):
         self._used = self.context = None
         self.phase = self.check(Event.REMOVE)
 
-    def _settle(self, *, is_made: bool, found_inf: Tensor | None = None) -> None:
+    def _commit_or_discard(self, *, is_made: bool, found_inf: Tensor | None = None) -> None:
         """The step is made or not, so the stages' memory stays or is taken back, but for parameters that the chain's
         other updates step."""
         if self.context is not None:
@@ -483,12 +483,12 @@ class UpdateLifecycle(GradAccessPolicy):
 
     def check(self, event: Event) -> Phase:
         """The phase that follows ``event``. Raises: TrainingLoopError: it is refused in this one."""
-        outcome = TRANSITIONS[event][self.phase]
-        if isinstance(outcome, Refusal):
-            self._raise(outcome)
+        following = TRANSITIONS[event][self.phase]
+        if isinstance(following, Refusal):
+            self._raise(following)
         if event is Event.ZERO_GRAD and self.phase is Phase.REDUCED and self.is_joining():
             self._raise(_CANNOT_DISCARD_UNDER_JOIN)
-        return outcome
+        return following
 
     def check_step(self) -> None:
         """Raises: TrainingLoopError: ``step()`` cannot be called now, or the loop has changed a gradient, parameter or
@@ -520,7 +520,7 @@ class UpdateLifecycle(GradAccessPolicy):
         the loop has changed one since, so that plain DDP would apply it again."""
         if self.phase is not Phase.STEPPED:
             return
-        is_over = is_all and self.form.outcome is not Phase.STEPPED
+        is_over = is_all and self.form.leads_to is not Phase.STEPPED
         if (is_over and self.gradients.has_applied()) or self.gradients.has_changed_applied():
             self._raise(_APPLIED_TWICE)
 
@@ -532,7 +532,7 @@ class UpdateLifecycle(GradAccessPolicy):
 
     def _error_for(self, parameter: Tensor | None, attempt: DeniedAccess, others: str = "") -> TrainingLoopError:
         """The error for an attempt to use a gradient that was handed over."""
-        form, gradients, has_step = self.form, self.gradients, self.form.outcome is not Phase.STEPPED
+        form, gradients, has_step = self.form, self.gradients, self.form.leads_to is not Phase.STEPPED
         if attempt is DeniedAccess.UNSCALE:
             message = SCALED_IN_BACKWARD
         elif attempt is DeniedAccess.ACCUMULATE and self._is_trailing:

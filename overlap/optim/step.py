@@ -123,7 +123,7 @@ class Step(Update[StepLayout]):
         is_all = len(own) == len(bucket.parameters)
         return StepLayout(bucket.parameters, own, {id(p): p for p in own}, None if is_all else places)
 
-    def gradients(
+    def to_update(
         self, bucket: Bucket, layout: StepLayout, used: list[bool] | None
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
         parameters, gradients = layout.parameters, list(bucket.gradients)
@@ -201,13 +201,13 @@ class Step(Update[StepLayout]):
         for other in optimizer.updates:
             if other.form.is_deferred != self.form.is_deferred:
                 raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {self!r}")
-            if (other.may_skip or self.may_skip) and self.form.outcome is not Phase.REDUCED:
+            if (other.may_skip or self.may_skip) and self.form.leads_to is not Phase.REDUCED:
                 raise UnsupportedError(
                     f"one optimizer serves two models, and where gradients of one are not finite {self!r} may have "
                     "updated the other already: use Step(optimizer, deferred=True) for both"
                 )
         _check_one_model(self.stepped, context)
-        if self.form.outcome is not Phase.REDUCED:
+        if self.form.leads_to is not Phase.REDUCED:
             # An update in backward need not equal one whole step. See [Note: known or declared].
             check_unit(self.stepped, instead=_WHOLE)
             if not self.form.is_deferred:

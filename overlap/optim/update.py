@@ -154,7 +154,7 @@ class Update(UpdateStage, Generic[L]):
         return ()
 
     @abstractmethod
-    def gradients(self, bucket: Bucket, layout: L, used: list[bool] | None) -> tuple[Sequence[Tensor], list[Tensor]]:
+    def to_update(self, bucket: Bucket, layout: L, used: list[bool] | None) -> tuple[Sequence[Tensor], list[Tensor]]:
         """The parameters of ``bucket`` to update, or to clip, and the gradient of each, or this rank's part of it.
         Of the layout's parameters only those are ``used`` that any rank used; all if ``None``."""
 
@@ -222,7 +222,7 @@ class Update(UpdateStage, Generic[L]):
             return note, *self.leaving(bucket, layout, used)
         if used is not None:
             of_pass.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
-        parameters, gradients = self.gradients(bucket, layout, used)
+        parameters, gradients = self.to_update(bucket, layout, used)
         apply = self.applying(parameters, gradients)
 
         # It runs when the next bucket arrives, or at the end of backward, as all that follows a collective does: not
@@ -356,7 +356,7 @@ class Update(UpdateStage, Generic[L]):
 
     @property
     def updates_after_backward(self) -> bool:
-        return self.form.outcome is Phase.REDUCED
+        return self.form.leads_to is Phase.REDUCED
 
     def skip_update(self) -> AbstractContextManager[None]:
         """As :meth:`LoopOptimizer.skip_update`, for a stage that does everything in backward: the gradients stay, and
@@ -368,7 +368,7 @@ class Update(UpdateStage, Generic[L]):
         ``release_gradients`` rule that out."""
         if self._may_defer:
             self.lifecycle.form = replace(self.form, is_deferred=True)
-            self.lifecycle.outcome = self.form.outcome
+            self.lifecycle.outcome = self.form.leads_to
 
     def check_skippable(self, context: StageContext) -> None:
         if has_streams(context.device) and not skips_by_itself(self.stepped):
@@ -414,7 +414,7 @@ class Update(UpdateStage, Generic[L]):
                 f"{self!r} serves a model already; make a {type(self).__name__} for each model, or .remove() that "
                 "registration first"
             )
-        if context.finds_unused and self.form.outcome is not Phase.REDUCED and has_streams(context.device):
+        if context.finds_unused and self.form.leads_to is not Phase.REDUCED and has_streams(context.device):
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn which "
                 f"parameters no rank used; use {self.form.deferred_code}"

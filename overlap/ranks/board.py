@@ -11,7 +11,8 @@ ranks talk in the key-value store that the group was made with:
 - A rank that fails later *reports* its error on the board of its connections, which it then closes, if they are the
   library's own, or on that of its Join.
 - A rank that waits *polls* that board about once a second, and raises a :class:`PeerError` with the failed rank and its
-  words. Where a collective fails and the board is empty, as after a kill, the backend's error says so.
+  words. Where a collective fails and the board is empty, as after a kill, the backend's error says so. On an
+  accelerator no host waits in a pass, so none polls: the backend's timeout ends the wait.
 
 Boards are named by numbers that are the same on every rank: how often ranks have agreed on the group, and how often a
 registration has connected. So an old report is never taken for a new one, and nothing is ever taken back. A rank that

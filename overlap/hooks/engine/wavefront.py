@@ -229,7 +229,8 @@ class BackwardPass:
         self.executor = executor
         executor.refresh_labels()
         self.joins_once = is_plain and executor.worker is None
-        """Whether DDP waits once for the stages of all buckets, and for the future of none."""
+        """Whether DDP waits once for the stages of all buckets, and for the future of none: each has a kept task, or is
+        refused, which ends the pass."""
         self._watchers = watchers
         self._wavefront = Wavefront(None if self.joins_once else self.complete)
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}

@@ -1,4 +1,5 @@
-"""PowerSGD's memory: the errors of any stage that rounds, here called residuals, plus factors and counters."""
+"""PowerSGD's memory: the errors of any stage that rounds, here called residuals, plus factors and counters. When it is
+committed is in ``hooks/wires/feedback.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The bases of all wires: options, and codecs, whose messages are a row of numbers for each chunk of values."""
+"""The bases of all wires: options, and codecs, whose messages are a row of numbers for each chunk of values. The wires
+themselves, and how each encodes, are in ``formats.py``."""
 
 from __future__ import annotations
 

@@ -464,7 +464,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     def _check_call(self, arguments: Mapping[str, Any]) -> None:
         stage = self._stage
-        if arguments and (self.is_joining or (stage is not None and stage.form.outcome is not Phase.REDUCED)):
+        if arguments and (self.is_joining or (stage is not None and stage.form.leads_to is not Phase.REDUCED)):
             given = ", ".join(f"{key}=..." for key in arguments)
             why = "a rank that has run out of inputs does not have these arguments: call zero.step()"
             if not self.is_joining:
@@ -581,7 +581,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         stage = self._stage
         if stage is None:
             return clipping.clip_([p.grad for p in self._pending() if p.grad is not None], foreach=foreach)
-        if stage.form.outcome is not Phase.REDUCED:
+        if stage.form.leads_to is not Phase.REDUCED:
             raise TrainingLoopError(
                 "zero.clip_grad_norm_() after backward, but the update had been made in backward: use "
                 "ZeroStep(zero, deferred=True), or chain(ClipGradNorm(max_norm), ZeroStep(zero)) without the call"

@@ -81,7 +81,7 @@ class ParameterPrefetch:
         self.wait_for(self._completions)
         self._completions = {}
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait for all gathers, whether or not they failed."""
         for completion in dict.fromkeys(self._completions.values()):
             with contextlib.suppress(Exception):
@@ -139,7 +139,7 @@ class ParameterPrefetch:
             if isinstance(parameters, _Parameters) and parameters.on_read == self._on_read:
                 vars(module)["_parameters"] = parameters.plain()
         self._model, self._handles = None, []
-        self.settle()
+        self.wait_quietly()
         if self._has_raised:
             self._completions = {}
         try:

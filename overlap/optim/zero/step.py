@@ -265,7 +265,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
 
         return (*steps, send, receive) if len(gather) > 1 else (*steps, send)
 
-    def gradients(
+    def to_update(
         self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
         if layout.shards is None:
@@ -278,7 +278,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         return [parameter for parameter, _ in pairs], [gradient for _, gradient in pairs]
 
     def leaving(self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None) -> Plan:
-        parameters, gradients = self.gradients(bucket, layout, used)
+        parameters, gradients = self.to_update(bucket, layout, used)
 
         def keep() -> None:  # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
             self.held.update(zip(parameters, [gradient.clone() for gradient in gradients], strict=True))
@@ -328,7 +328,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         super().check_backward(is_replay=is_replay)
         self.wait()
         zero = self.optimizer
-        if zero.blocks and self.form.outcome is not Phase.REDUCED and self.lifecycle.is_joining():
+        if zero.blocks and self.form.leads_to is not Phase.REDUCED and self.lifecycle.is_joining():
             raise TrainingLoopError(
                 "skip_update() under Join: ranks that have run out of inputs make the update in backward, and are not "
                 "told that it is skipped; use ZeroStep(zero, deferred=True)"
@@ -397,7 +397,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
             prefetch.wait()
 
     def wait(self, *, raises: bool = True) -> None:
-        (self._prefetch.wait if raises else self._prefetch.settle)()
+        (self._prefetch.wait if raises else self._prefetch.wait_quietly)()
 
     @property
     def updates_after_backward(self) -> bool:
@@ -429,7 +429,7 @@ class ZeroStep(ShardedUpdate[ShardedLayout]):
         has_own = any(isinstance(stage, ReduceScatter) and self.optimizer in stage.zeros for stage in reducers)
         self._follows_its_reducer = has_own
         self.has_whole_mean = bool(reducers) and not has_own
-        in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.form.outcome is Phase.REDUCED]
+        in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.form.leads_to is Phase.REDUCED]
         self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
     def attach(self, context: StageContext) -> None:
