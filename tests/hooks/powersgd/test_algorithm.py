@@ -1,7 +1,7 @@
 """What PowerSGD computes: nothing is lost, and what is left out arrives later."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,6 +42,10 @@ shape = st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple)
     names=st.booleans(),
     left_group=st.integers(0, 2),
 )
+@example(
+    shapes=[(8, 8)], ranks=2, rank=1, rate=0.0, dtype=torch.float32, seed=0, scale=1.0, warm_start=True,
+    alternate=False, start_step=0, wire=None, kind="plain", names=True, left_group=0,
+)  # fmt: skip
 def test_nothing_is_lost_with_any_options(
     shapes: list[tuple[int, ...]],
     ranks: int,
