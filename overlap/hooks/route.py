@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap._torch.device import resize_storage
+from overlap._torch.device import Workspace
 from overlap._torch.foreach import copy_all, largest
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, as_stage, shown
@@ -204,7 +204,7 @@ class _Part:
     """The parameters of a bucket at ``positions``, in ascending order, as a bucket of their own.
 
     Its buffer is a view of gradients in one run that can be sent from its start ([Note: segments]); others are copied
-    there and back. Where a plan keeps it, they have memory between :meth:`begin` and :meth:`give_back` alone.
+    there and back. Where a plan keeps it, copies have memory from :meth:`begin` to :meth:`end` alone.
     """
 
     def __init__(self, whole: Bucket, positions: Sequence[int], note_largest: Callable[[Tensor], None] | None) -> None:
@@ -213,6 +213,7 @@ class _Part:
         # Where packed gradients come from, and where they are in the buffer.
         self._runs: list[Tensor] = []
         self._packed: Sequence[Tensor] = ()
+        self._workspace = Workspace()
         if len(positions) == len(whole.parameters):
             return
         spans: list[tuple[int, int]] = []
@@ -227,7 +228,8 @@ class _Part:
         runs = [whole.buffer[start:end] for start, end in spans]
         buffer = runs[0] if runs else whole.buffer[:0]
         if len(runs) > 1 or not all(map(can_be_sent, runs)):
-            self._runs, buffer = runs, buffer.new_empty(numel)
+            self._runs = runs
+            buffer = self._workspace.make(numel, dtype=buffer.dtype, device=buffer.device)
             self._packed = buffer.split([run.numel() for run in runs])
         self.bucket = replace(
             whole,
@@ -240,25 +242,27 @@ class _Part:
 
     def planned(self, plan: Plan) -> Plan:
         """``plan``, made of the reducer for this part, with what goes before it and comes after it."""
-        begin = () if self.bucket is self._whole else (self.begin,)
-        end = (self.end,) if self._runs or self._note_largest is not None else ()
         if not self._runs:
-            return *begin, *plan, *end
-        self.give_back()
-        return *begin, *plan, *end, self.give_back
+            begin = () if self.bucket is self._whole else (self.begin,)
+            return *begin, *plan, *(() if self._note_largest is None else (self.end,))
+        self._workspace.give_back()
+
+        def begin_packed() -> None:
+            self._workspace.take()
+            self.begin()
+
+        def end_packed() -> None:
+            self.end()
+            self._workspace.give_back()
+
+        return begin_packed, *plan, end_packed
 
     def begin(self) -> None:
         renew([self.bucket], self._whole.step)
         if self._runs:
-            buffer = self.bucket.buffer
-            if (storage := buffer.untyped_storage()).nbytes() == 0:
-                resize_storage(storage, buffer.nbytes)
-            torch.cat(self._runs, out=buffer)
+            torch.cat(self._runs, out=self.bucket.buffer)
 
     def end(self) -> None:
         if self._note_largest is not None:
             self._note_largest(largest(self.bucket.buffer))
         copy_all(self._runs, self._packed)
-
-    def give_back(self) -> None:
-        resize_storage(self.bucket.buffer.untyped_storage(), 0)

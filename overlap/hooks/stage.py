@@ -159,7 +159,8 @@ class Stage:
         and where one returns an operation, made once or anew, the next is called when its result is there. They are
         kept with what they use: the bucket's buffer and views, options, and memory that a pass needs from one function
         to the next, which they allocate. Made again when DDP's buffer, the divisor or the strides of the parameters
-        are others, or a stage has called ``context.replan()``. The bucket's ``step`` is that of the pass under way.
+        are others, or a stage has called ``context.replan()``. The bucket's ``step`` is that of the pass under way;
+        its buffer may have memory in a pass alone, so copy what is to outlive it, and share none with NumPy.
 
         Called on the training thread, while the stages' own thread, where there is one, runs earlier buckets: it
         computes nothing, and changes nothing that they use. A plan runs in passes of a registered chain after the

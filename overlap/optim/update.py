@@ -223,13 +223,6 @@ class Update(UpdateStage, Generic[L]):
         if used is not None:
             of_pass.unused.update(map(id, compress(layout.parameters, map(operator.not_, used))))
         parameters, gradients = self.to_update(bucket, layout, used)
-        apply = self.applying(parameters, gradients)
-
-        # It runs when the next bucket arrives, or at the end of backward, as all that follows a collective does: not
-        # when its own reduction is complete.
-        def update() -> None:
-            of_pass.reduced.update(layout.owned)
-            apply()
 
         def hold() -> Operation:
             of_pass.reduced.update(layout.owned)
@@ -245,7 +238,17 @@ class Update(UpdateStage, Generic[L]):
             # Only then may DDP copy gradients out of the other buckets, and ranks gather the new parameters.
             return whole_pass()
 
-        return (hold, update_held) if self.form.is_deferred else (update,)
+        if self.form.is_deferred:
+            return hold, update_held
+        apply = self.applying(parameters, gradients)
+
+        # It runs when the next bucket arrives, or at the end of backward, as all that follows a collective does: not
+        # when its own reduction is complete.
+        def update() -> None:
+            of_pass.reduced.update(layout.owned)
+            apply()
+
+        return (update,)
 
     def layout_of(self, bucket: Bucket) -> L:
         """The layout of ``bucket``."""

@@ -25,7 +25,9 @@ from overlap import (
     as_hook,
     as_stage,
     chain,
+    route,
 )
+from overlap.hooks.route import Route
 
 from . import loops
 from .loops import Loop
@@ -120,6 +122,10 @@ def _four_bits() -> Quantize:
     return Quantize(Int4(), error_feedback=True)
 
 
+def _routed() -> Route:
+    return route({"*.bias": AllReduce(), "*": _four_bits()})
+
+
 def _hook(state: Any, bucket: Any) -> Any:
     """As a user writes it."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -145,6 +151,7 @@ SCENARIOS: dict[str, Scenario] = {
     "all-reduce, interleaved": Scenario(build=step(AllReduce), plain=adamw),
     "4 bits, feedback, interleaved": Scenario(build=step(_four_bits)),
     "factors, interleaved": Scenario(build=step(_factors), as_on_host=False),
+    "routed, packed": Scenario(build=step(_routed), loop=loops.trains_long, model=Deep),
     # Updates.
     "two updates, deferred": Scenario(
         build=step(AllReduce, optimizers=muon_and_adamw, deferred=True), plain=muon_and_adamw

@@ -83,7 +83,7 @@ class Transform(Stage):
         if bucket.group.rank() == 0:
             return seen
         parts = [None] * len(seen) if bucket.owned is None else bucket.owned
-        return [one.reshape(-1)[:0] if part is None else one for part, one in zip(parts, seen, strict=True)]
+        return [one.new_empty(0) if part is None else one for part, one in zip(parts, seen, strict=True)]
 
 
 class WholePassTransform(Transform, ABC):

@@ -180,7 +180,7 @@ class BucketShards:
 
 
 class Rows:
-    """The chunks of ``tensors`` as rows, on streams; see [Note: chunks]. Kept are views of the tensors, and padding.
+    """The chunks of ``tensors`` as rows, on streams; see [Note: chunks]. Kept are views of the tensors alone.
 
     Args:
         shards: some of which are divided.
@@ -189,55 +189,32 @@ class Rows:
 
     def __init__(self, shards: BucketShards, tensors: Sequence[Tensor]) -> None:
         self._rank, self._ranks, self._shape = shards.rank, shards.ranks, (shards.ranks, shards.row_numel)
-        self._sizes, self._padding_numel = shards.sizes, shards.padding
+        self._sizes, self._padding_numel = shards.sizes, shards.ranks * shards.padding
         self._tensors = [tensors[place] for place, _ in shards.divided]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         like = self._tensors[0]
         is_in_place = len(self._tensors) == 1 and like.numel() == math.prod(self._shape) and can_be_sent(like)
         self.in_place = like.view(self._shape) if is_in_place else None
         """The tensor itself, where it is such rows already."""
-        # This rank's row without its empty pieces: chunks, and lengths of padding.
-        row: list[tuple[Tensor | None, int]] = []
+        # This rank's chunks, and the pieces of its row, some of which are padding; none is empty.
+        self._own, self._own_places, self._row_sizes = list[Tensor](), list[int](), list[int]()
         for tensor, length, (_, shard) in zip(self._tensors, shards.sizes, shards.divided, strict=False):
-            own = tensor[slice(*shard.range)]
-            row += [(own, own.numel()), (None, length - own.numel())]
-        self._row = [(own, length) for own, length in [*row, (None, shards.padding)] if length]
-        self._row_sizes = [length for _, length in self._row]
-        self._own = [own for own, _ in self._row if own is not None]
-        self._own_places = [place for place, (own, _) in enumerate(self._row) if own is not None]
-        # Tensors whose last chunks are short are unpacked by way of a room made each time.
+            if (own := tensor[slice(*shard.range)]).numel():
+                self._own.append(own)
+                self._own_places.append(len(self._row_sizes))
+            self._row_sizes += [numel for numel in (own.numel(), length - own.numel()) if numel]
+        self._row_sizes += [shards.padding] if shards.padding else []
+        # Where rows are unpacked to; tensors whose last chunks are short, and padding, by way of a room made each time.
         each = list(enumerate(zip(self._tensors, shards.sizes, strict=False)))
         self._short = [(place, one.numel()) for place, (one, length) in each if one.numel() != shards.ranks * length]
         self._filled = [self._tensors[place].view(-1) for place, _ in self._short]
-        rooms = {place for place, _ in self._short}
-        self._views = [like if place in rooms else one.view(shards.ranks, length) for place, (one, length) in each]
+        self._rooms = [*(place for place, _ in self._short), *range(len(each), len(shards.sizes))]
+        views = [like if place in self._rooms else one.view(shards.ranks, length) for place, (one, length) in each]
+        self._targets = [*views, *[like] * (len(shards.sizes) - len(each))]
 
     def is_there(self) -> bool:
         """Whether the tensors have the memory that they had."""
         return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
-
-    # Padding is read from one tensor and written to it, made on the stream that first does so, as what has it.
-
-    @cached_property
-    def _padding(self) -> Tensor:
-        of_own = max([length for own, length in self._row if own is None], default=0)
-        return self._tensors[0].new_empty(max(self._ranks * self._padding_numel, of_own))
-
-    @cached_property
-    def _chunked(self) -> list[Tensor]:
-        """The tensors as they are packed."""
-        numel = self._ranks * self._padding_numel
-        return [*self._tensors, self._padding[:numel]] if numel else self._tensors
-
-    @cached_property
-    def _own_row(self) -> list[Tensor]:
-        return [self._padding[:length] if own is None else own for own, length in self._row]
-
-    @cached_property
-    def _targets(self) -> list[Tensor]:
-        """Where rows are unpacked to."""
-        numel = self._ranks * self._padding_numel
-        return [*self._views, self._padding[:numel].view(self._ranks, -1)] if numel else self._views
 
     def new(self) -> Tensor:
         """Room for the rows of all ranks."""
@@ -245,23 +222,21 @@ class Rows:
 
     def pack(self) -> Tensor:
         """The chunks of all ranks, as a copy."""
-        rows = self.new()
-        torch._chunk_cat(self._chunked, dim=0, num_chunks=self._ranks, out=rows)
+        rows, chunks = self.new(), self._tensors
+        if self._padding_numel:
+            chunks = [*chunks, rows.new_empty(self._padding_numel)]
+        torch._chunk_cat(chunks, dim=0, num_chunks=self._ranks, out=rows)
         return rows
 
-    def pack_own(self, rows: Tensor) -> None:
-        """Copy this rank's chunks to its row."""
-        torch.cat(self._own_row, out=rows[self._rank])
-
-    def unpack_own(self, rows: Tensor) -> None:
-        """Copy this rank's chunks from its row."""
+    def own_chunks(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's chunks of the tensors, and their places in ``rows``."""
         pieces = rows[self._rank].split_with_sizes(self._row_sizes)
-        copy_all(self._own, [pieces[place] for place in self._own_places])
+        return self._own, [pieces[place] for place in self._own_places]
 
     def unpack(self, rows: Tensor) -> None:
         """Copy the chunks of all ranks from ``rows``, of the tensors' dtype."""
         targets = list(self._targets)
-        for place, _ in self._short:
+        for place in self._rooms:
             targets[place] = rows.new_empty(self._ranks, self._sizes[place])
         torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=targets)
         copy_all(self._filled, [targets[place].view(-1)[:numel] for place, numel in self._short])
@@ -420,7 +395,7 @@ def _reduce_rows(tensors: Sequence[Tensor], shards: BucketShards, group: dist.Pr
         return reduced(rows)
 
     def unpack() -> None:
-        rows_of.unpack_own(packed.pop())
+        copy_all(*rows_of.own_chunks(packed.pop()))
 
     return (pack, unpack) if rows_of.in_place is None else (partial(reduced, rows_of.in_place),)
 
@@ -435,7 +410,8 @@ def _gather_rows(shards: BucketShards, group: dist.ProcessGroup) -> Plan:
         rows_of = shards.rows()
         if (rows := rows_of.in_place) is None:
             rows = rows_of.new()
-            rows_of.pack_own(rows)
+            chunks, places = rows_of.own_chunks(rows)
+            copy_all(places, chunks)
             packed.append((rows_of, rows))
         return all_gather(rows.view(-1), rows[shards.rank], group=group)
 
