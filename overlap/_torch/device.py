@@ -173,7 +173,8 @@ class Workspace:
         return made
 
     def take(self) -> bool:
-        """Whether it was made; then it has memory again, whose contents are undefined."""
+        """Whether it was made; then it has memory again, whose contents are undefined. The use before has to have
+        ended: plans of a pass that failed are not run again."""
         if self._storage is None:
             return False
         resize_storage(self._storage, self._nbytes)

@@ -155,8 +155,8 @@ class Update(UpdateStage, Generic[L]):
 
     @abstractmethod
     def to_update(self, bucket: Bucket, layout: L, used: list[bool] | None) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """The parameters of ``bucket`` to update, or to clip, and the gradient of each, or this rank's part of it.
-        Of the layout's parameters only those are ``used`` that any rank used; all if ``None``."""
+        """The parameters of ``bucket`` to update, here or in ``step()``, and the gradient of each, or this rank's part
+        of it. Of the layout's parameters only those are ``used`` that any rank used; all if ``None``."""
 
     def leaving(self, bucket: Bucket, layout: L, used: list[bool] | None) -> Plan:
         """Leave the update of ``bucket`` to ``step()``, which goes by ``.grad``; here without communication. Another
@@ -165,8 +165,7 @@ class Update(UpdateStage, Generic[L]):
 
     @abstractmethod
     def applying(self, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
-        """What updates ``parameters``, one part of a step, and notes that their gradients have been applied; kept while
-        the optimizer has these parameters."""
+        """What updates ``parameters``, one part of a step; kept while the optimizer has these parameters."""
 
     @abstractmethod
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:

@@ -38,8 +38,9 @@ from overlap.errors import (
     TrainingLoopError,
     UnsupportedError,
 )
+from overlap.hooks.collectives import all_reduce
 from overlap.hooks.engine.executors import executor_for
-from overlap.hooks.engine.wavefront import run_now
+from overlap.hooks.engine.wavefront import BackgroundTask, run_now
 from overlap.hooks.stage import follow
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.hooks.wires import Wire
@@ -524,10 +525,19 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         shards = list(self.shards.values())
         sums = [sum_of_bits(shard.gradient(whole=True)) if id(shard.parameter) in given else None for shard in shards]
         both = [unknown if one is None else sign * one for sign in (1, -1) for one in sums]
-        largest = torch.stack(both)
-        group_all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
+        largest, stage = torch.stack(both), self._stage
+        if stage is None or stage.context is None:
+            group_all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
+        else:  # On the model's connections, which a rank has closed whose backward failed.
+
+            async def compare(task: BackgroundTask) -> None:
+                await all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
+
+            assert stage.context.background is not None, "stages are attached with it"
+            (compared,) = stage.context.background([BackgroundTask(index=0)], compare).values()
+            compared.wait()
         highest, lowest = largest.view(2, -1).tolist()
-        names = {} if self._stage is None else self._stage.lifecycle.names
+        names = {} if stage is None else stage.lifecycle.names
         each = zip(shards, highest, lowest, strict=True)
         differ = [names.get(s.parameter, s.name) for s, high, low in each if least < high != -low]
         if differ:

@@ -101,6 +101,9 @@ def test_a_bucket_is_cut_as_its_parameters_are(
             gradient.zero_()
     rows_of.unpack(rows)
     assert torch.equal(flat, expected)
+    # Memory of its own would belong to the stream that made it, and be used on another.
+    kept = [one for value in vars(rows_of).values() for one in (value if isinstance(value, list) else [value])]
+    assert {one.untyped_storage().data_ptr() for one in kept if isinstance(one, torch.Tensor)} == {flat.data_ptr()}
 
 
 @on_ranks(4)

@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from zero_loops import ADAMW_OPTIONS, FORMS, register
 
@@ -16,7 +18,9 @@ from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
     BFloat16,
+    Bucket,
     OverlappedOptimizer,
+    PeerError,
     PostLocalSGDState,
     Step,
     TrainingLoopError,
@@ -292,3 +296,29 @@ def test_a_reducer_that_reduces_in_some_passes_alone_leaves_the_others_to_the_sh
             assert_equal_ranks(trained[-1], what=f"{deferred=}, {warm_up=}")
         for one, other in zip(*trained, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@on_ranks(2, group_timeout_s=20)
+def test_an_error_behind_the_last_collective_of_a_pass_is_told_in_the_step_that_compares_gradients(rank: int) -> None:
+    def fail(bucket: Bucket) -> None:
+        if (rank, bucket.step, bucket.is_last) == (1, 2, True):
+            raise ValueError("the dog ate it")
+
+    ddp, store = wrap(MLP.model(), **MLP.ddp_options()), dist.distributed_c10d._get_default_store()
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    chain(AllReduce(), fail, ZeroStep(zero, deferred=True)).register(ddp)
+    for step in range(2):
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        zero.step()
+    loss = mean_squared_error(ddp, MLP.batch(2, rank))
+    if rank == 1:
+        with pytest.raises(ValueError, match="the dog ate it"):
+            loss.backward()
+        store.wait(["told"])
+        return
+    loss.backward()
+    start_s = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1: ValueError: the dog ate it"):
+        zero.step()
+    assert time.monotonic() - start_s < 10
+    store.set("told", "")
