@@ -36,7 +36,7 @@ MOST_ON_STREAMS = {
     "AllReduce, Step, deferred": (14, 55, 2),
     "AllReduce, ClipGradNorm, Step": (32, 48, 2),
     "AllReduce, SkipNonFinite, Step": (54, 68, 2),
-    "ZeroStep, 8 ranks": (59, 121, 2),
+    "ZeroStep, 8 ranks": (57, 121, 2),
     "PowerSGD(rank=4)": (143, 153, 8),
     "Quantize(Int8()), 8 ranks": (77, 86, 2),
     "Quantize(Int4()), feedback": (134, 200, 11),

@@ -160,7 +160,7 @@ class Stage:
         kept with what they use: the bucket's buffer and views, options, and memory that a pass needs from one function
         to the next, which they allocate. Made again when DDP's buffer, the divisor or the strides of the parameters
         are others, or a stage has called ``context.replan()``. The bucket's ``step`` is that of the pass under way;
-        its buffer may have memory in a pass alone, so copy what is to outlive it, and share none with NumPy.
+        its buffer may be freed after the pass, so clone values that are needed later, and do not call ``numpy()``.
 
         Called on the training thread, while the stages' own thread, where there is one, runs earlier buckets: it
         computes nothing, and changes nothing that they use. A plan runs in passes of a registered chain after the

@@ -25,12 +25,12 @@ from overlap.hooks.bucket import Bucket, renew
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, model_executor
 from overlap.hooks.engine.wavefront import (
-    BackgroundTask,
     BackwardPass,
     Completion,
     Piece,
     Subject,
     Task,
+    run_between_passes,
     run_items,
 )
 from overlap.hooks.stage import (
@@ -328,12 +328,7 @@ class Runtime:
         """
         model, are_private = self._model(), self.executor.channels.are_private
         if are_private and model is not None and is_to_rebuild(model) and not self.context.is_joining():
-
-            async def meet(task: BackgroundTask) -> None:
-                await all_reduce(torch.zeros(1, device="cpu"), group=self.context.group)
-
-            (met,) = self.background([BackgroundTask(index=0)], meet).values()
-            met.wait()
+            run_between_passes(self.background, all_reduce(torch.zeros(1, device="cpu"), group=self.context.group))
 
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
         """The hook that DDP calls for each bucket, in order: on autograd's thread, or in a replay on the caller's."""

@@ -348,6 +348,17 @@ def run_now(items: Sequence[T], work: Work[T], executor: Executor) -> None:
         executor.join()  # After a failure, too: what was queued before it uses the tensors.
 
 
+def run_between_passes(background: Callable[..., dict[Any, Completion]], operation: Operation) -> None:
+    """Run ``operation`` behind all work begun before, on the connections of the model whose ``background`` is that of
+    :class:`StageContext`, and wait for it."""
+
+    async def work(task: BackgroundTask) -> None:
+        await operation
+
+    (completion,) = background([BackgroundTask(index=0)], work).values()
+    completion.wait()
+
+
 class Completion:
     """The end of an item of work: :meth:`set` where it runs, :meth:`wait` where its result is needed."""
 

@@ -231,7 +231,7 @@ class Rows:
     def own_chunks(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's chunks of the tensors, and their places in ``rows``."""
         pieces = rows[self._rank].split_with_sizes(self._row_sizes)
-        return self._own, [pieces[place] for place in self._own_places]
+        return self._own, list(map(pieces.__getitem__, self._own_places))
 
     def unpack(self, rows: Tensor) -> None:
         """Copy the chunks of all ranks from ``rows``, of the tensors' dtype."""

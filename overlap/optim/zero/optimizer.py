@@ -40,7 +40,7 @@ from overlap.errors import (
 )
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.engine.executors import executor_for
-from overlap.hooks.engine.wavefront import BackgroundTask, run_now
+from overlap.hooks.engine.wavefront import run_between_passes, run_now
 from overlap.hooks.stage import follow
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.hooks.wires import Wire
@@ -65,17 +65,19 @@ class OwnPart:
     """What an optimizer steps of some parameters, while it has these shards.
 
     Args:
-        shards: those of which this rank has a part, each with its flat gradient.
+        shards: of the parameters, some of which this rank has no part of.
+        gradients: the flat gradient of this rank's part of each.
     """
 
-    def __init__(self, shards: Sequence[tuple[Shard, Tensor]]) -> None:
-        owned = [(shard, own) for shard, _ in shards if (own := shard.own) is not None]
-        self.chunks = [own for _, own in owned]
-        self.gradients = [shard.shaped(gradient) if shard.is_whole else gradient for shard, gradient in shards]
+    def __init__(self, shards: Sequence[Shard], gradients: Sequence[Tensor]) -> None:
+        each = zip(shards, gradients, strict=True)
+        owned = [(shard, own, gradient) for shard, gradient in each if (own := shard.own) is not None]
+        self.chunks = [own for _, own, _ in owned]
+        self.gradients = [shard.shaped(gradient) if shard.is_whole else gradient for shard, _, gradient in owned]
         self.widens = [one.dtype for one in self.chunks] != [one.dtype for one in self.gradients]
         """Whether masters are of another dtype than gradients."""
-        self.masters = [shard for shard, _ in owned if shard.has_master]
-        self.divided = [(shard, own) for shard, own in owned if not shard.is_whole]
+        self.masters = [shard for shard, _, _ in owned if shard.has_master]
+        self.divided = [(shard, own) for shard, own, _ in owned if not shard.is_whole]
 
 
 class ShardedUpdate(Update[L]):
@@ -416,8 +418,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     def part(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> OwnPart:
         """This rank's part of ``parameters``, with its flat gradients."""
-        shards = [self.shards[id(parameter)] for parameter in parameters]
-        return OwnPart([each for each in zip(shards, gradients, strict=True) if each[0].own is not None])
+        return OwnPart([self.shards[id(parameter)] for parameter in parameters], gradients)
 
     def update(self, part: OwnPart, verdict: FoundInf, **arguments: Any) -> None:
         """Step ``part``, and write the parameters; where ``verdict`` is left to the device, it changes nothing there.
@@ -434,7 +435,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         with nullcontext() if verdict.found_inf is None else verdict.passed_to(self.optim):
             self._stepper.step(part.chunks, gradients, **arguments)
         state, sizes = self.optim.state, self._checked_state
-        for shard, own in part.divided if self.partition == "element" else ():
+        for shard, own in part.divided:
             if len(state.get(own, ())) != sizes.get(id(shard)):
                 check_divisible(self.optim, shard, state.get(own, {}), own.shape)
                 sizes[id(shard)] = len(state.get(own, ()))
@@ -526,16 +527,12 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         sums = [sum_of_bits(shard.gradient(whole=True)) if id(shard.parameter) in given else None for shard in shards]
         both = [unknown if one is None else sign * one for sign in (1, -1) for one in sums]
         largest, stage = torch.stack(both), self._stage
-        if stage is None or stage.context is None:
+        if stage is None:
             group_all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
         else:  # On the model's connections, which a rank has closed whose backward failed.
-
-            async def compare(task: BackgroundTask) -> None:
-                await all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
-
-            assert stage.context.background is not None, "stages are attached with it"
-            (compared,) = stage.context.background([BackgroundTask(index=0)], compare).values()
-            compared.wait()
+            assert stage.context is not None and stage.context.background is not None, "it is attached"
+            compared = all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
+            run_between_passes(stage.context.background, compared)
         highest, lowest = largest.view(2, -1).tolist()
         names = {} if stage is None else stage.lifecycle.names
         each = zip(shards, highest, lowest, strict=True)

@@ -160,7 +160,7 @@ def _group(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _played(name: str, **training: Any) -> tuple[list[Any], list[torch.Tensor], set[bool]]:
-    """What was launched and reported, with which results, and whether by plans, by coroutines or by both."""
+    """The launches and reports, their results, and whether the pieces that ran were plans, coroutines or both."""
     reports.clear()
     ddp, observer = _wrapped(layers_a_bucket=2 if "pieces" in name else 1), _Launches()
     optimizer = CHAINS[name]()(ddp)
@@ -271,21 +271,8 @@ def test_an_error_in_a_plan_names_its_stage_and_leaves_the_model_usable() -> Non
     assert all(map(torch.equal, first, _gradients(ddp))) and all(map(torch.equal, first, _gradients(ddp)))
 
 
-def test_an_error_while_a_plan_waits_names_the_stage_that_waits() -> None:
-    ddp = _wrapped()
-    chain(AllReduce(), halve).register(ddp)
-    for _ in range(2):
-        _gradients(ddp)
-    with (
-        mock.patch("overlap.hooks.collectives.Collective.finish", side_effect=RuntimeError("lost")),
-        pytest.raises(RuntimeError, match="lost") as caught,
-    ):
-        _gradients(ddp)
-    assert caught.value.__notes__[0].startswith("raised in stage AllReduce(), bucket 0, step 2 (")
-
-
-def _notes_of_a_lost_collective(ddp: Any) -> list[str]:
-    for _ in range(3):
+def _notes_of_a_lost_collective(ddp: Any, step: int) -> list[str]:
+    for _ in range(step):
         _gradients(ddp)
     with (
         mock.patch("overlap.hooks.collectives.Collective.finish", side_effect=RuntimeError("lost")),
@@ -295,6 +282,13 @@ def _notes_of_a_lost_collective(ddp: Any) -> list[str]:
     return caught.value.__notes__
 
 
+def test_an_error_while_a_plan_waits_names_the_stage_that_waits() -> None:
+    ddp = _wrapped()
+    chain(AllReduce(), halve).register(ddp)
+    notes = _notes_of_a_lost_collective(ddp, 2)
+    assert notes[0].startswith("raised in stage AllReduce(), bucket 0, step 2 (")
+
+
 @pytest.mark.parametrize("rule", ["*.bias", "[02].*"])
 def test_an_error_in_a_plan_of_route_names_the_reducer_and_its_parameters_too(rule: str) -> None:
     found: list[list[str]] = []
@@ -302,7 +296,7 @@ def test_an_error_in_a_plan_of_route_names_the_reducer_and_its_parameters_too(ru
         ddp = _wrapped(layers_a_bucket=1 if rule == "[02].*" else 2)
         chain(route({rule: Cast(torch.bfloat16), "*": AllReduce()})).register(ddp)
         with mock.patch.object(runtime, "planner", planner):
-            found.append(_notes_of_a_lost_collective(ddp))
+            found.append(_notes_of_a_lost_collective(ddp, 3))
     assert found[0] == found[1]
     reducer, part = (
         ("Cast(bfloat16, AllReduce())", "3.bias, 2.bias") if "bias" in rule else ("AllReduce()", "3.bias, 3.w")
@@ -334,7 +328,7 @@ class _Seen(AllReduce):
         return super().plan(bucket)
 
 
-def test_what_route_packs_has_memory_in_the_pass_alone_and_the_step_of_the_pass() -> None:
+def test_packed_parts_of_route_have_memory_in_the_pass_alone_and_the_step_of_the_pass() -> None:
     ddp, biases, weights = _wrapped(layers_a_bucket=2), _Seen(), _Seen()
     chain(route({"*.bias": biases, "*": weights})).register(ddp)
     for _ in range(4):
